@@ -1,0 +1,111 @@
+"""What the tests share. They need no network and leave nothing behind: every cache is in a temporary directory."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+# Read by huggingface_hub, transformers, datasets and evaluate when they are imported, hence before anything else.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=tempfile.mkdtemp(prefix="tokendrift-tests-"), TOKENIZERS_PARALLELISM="0")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+torch.set_num_threads(1)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TINY = dict(
+    vocab_size=23,
+    hidden_size=32,
+    cond_dim=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    dropout=0.0,
+)
+
+
+def recorded(name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one recorded file in tests/fixtures."""
+    return load_file(FIXTURES / f"{name}.safetensors")
+
+
+def model_class(kind: str):
+    import tokendrift_hf
+
+    return {"mdlm": tokendrift_hf.MDLMForMaskedLM, "duo": tokendrift_hf.DUOForMaskedLM}[kind]
+
+
+def tiny_model(kind: str, seed: int = 0, **config):
+    """A small model whose every weight is random, so that no part of it is the identity or zero."""
+    torch.manual_seed(seed)
+    cls = model_class(kind)
+    model = cls(cls.config_class(**{**TINY, **config}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def released_directory(path: Path, kind: str, weights: dict[str, torch.Tensor] | None = None, **changes) -> Path:
+    """A directory in the layout of the released checkpoints, by default with the recorded tiny weights.
+
+    `changes` replace fields of config.json; a field set to None is left out.
+    """
+    sizes = json.loads((FIXTURES / f"{kind}_tiny_config.json").read_text())["config"]
+    sizes.pop("mask_token_id")  # no released file has it
+    module = {"mdlm": ("configuration_mdlm.MDLMConfig", "modeling_mdlm.MDLM"), "duo": ("config.DUOConfig", "model.DUO")}
+    config, code = module[kind]
+    fields = dict(
+        sizes,
+        model_type={"mdlm": "mdlm", "duo": "DUO"}[kind],
+        architectures=[code.rpartition(".")[2]],
+        auto_map={"AutoConfig": config, "AutoModelForMaskedLM": f"someone/{kind}--{code}"},
+        return_dict=False,
+        torch_dtype="float32",
+        transformers_version="4.38.2",
+    )
+    fields = {name: value for name, value in {**fields, **changes}.items() if value is not None}
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(fields))
+    weights = recorded(f"{kind}_tiny_weights") if weights is None else weights
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def start_python(code: str, cwd: Path, *, isolated: bool = True, **environment: str) -> subprocess.Popen:
+    """Run `code` in a fresh interpreter with empty caches in `cwd`; isolated: without this package on its path."""
+    cwd.mkdir(parents=True, exist_ok=True)
+    prelude = f"""
+        import sys
+        sys.path[:] = [p for p in sys.path if p != {str(FIXTURES.parents[1])!r}]
+        sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+        import importlib.util
+        assert importlib.util.find_spec("tokendrift_hf") is None
+        import torch
+        torch.set_num_threads(1)
+    """
+    code = (textwrap.dedent(prelude) if isolated else "") + textwrap.dedent(code)
+    env = dict(os.environ, HF_HOME=str(cwd / "hf"), OMP_NUM_THREADS="1")
+    env.pop("HF_MODULES_CACHE", None)
+    env.pop("PYTHONPATH", None) if isolated else env.update(PYTHONPATH=str(FIXTURES.parents[1]))
+    env.update(environment)
+    flags = ["-I"] if isolated else []
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, *flags, "-c", code], cwd=cwd, env=env, **streams)
+
+
+def run_python(code: str, cwd: Path, **kwargs) -> str:
+    """`start_python`, wait, and return what it printed; a failure shows that output."""
+    process = start_python(code, cwd, **kwargs)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output

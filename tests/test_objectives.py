@@ -1,0 +1,423 @@
+"""The objectives against literal twins in float64, and the propositions of the paper's theory sections."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tokendrift_hf.drift import drift_field
+from tokendrift_hf.lift import soft_lift
+from tokendrift_hf.objectives import feature_loss, mirror_loss
+
+B, L, V, D, M = 3, 5, 9, 6, 8
+DIVERGENCES = ["kl", "mse"]
+
+
+class Encoder:
+    """phi(softmax(l) E) with a random two-layer network: mean over tokens, unit norm."""
+
+    def __init__(self, vocab=V, dtype=torch.float64, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.embedding = torch.randn(vocab, D, generator=g, dtype=torch.float64).to(dtype)
+        self.w_1 = torch.randn(D, 16, generator=g, dtype=torch.float64).to(dtype)
+        self.w_2 = (torch.randn(16, M, generator=g, dtype=torch.float64) / 4).to(dtype)
+
+    def __call__(self, embeds):
+        hidden = torch.tanh(embeds @ self.w_1) @ self.w_2
+        return F.normalize(hidden.to(torch.promote_types(hidden.dtype, torch.float32)).mean(dim=1), dim=-1)
+
+    def lift(self, logits, predicted):
+        input_ids = torch.zeros(logits.shape[:2], dtype=torch.long)
+        return self(soft_lift(logits, self.embedding, input_ids, predicted))
+
+    def plain(self, logits, predicted):
+        soft = torch.softmax(logits, dim=-1) @ self.embedding
+        return self(torch.where(predicted[..., None], soft, self.embedding[0]))
+
+
+def setting(dtype=torch.float64, length=L, mask_logit=None):
+    g = torch.Generator().manual_seed(1)
+    logits = 1.5 * torch.randn(B, length, V, generator=g, dtype=torch.float64)
+    if mask_logit is not None:
+        logits[..., -1] = mask_logit
+    predicted = torch.rand(B, length, generator=g) < 0.7
+    predicted[:, 0], predicted[:, 1] = True, False
+    field = torch.randn(B, M, generator=g, dtype=torch.float64)
+    field /= field.square().sum(dim=-1).mean().sqrt()
+    return logits.to(dtype).requires_grad_(), predicted, field.to(dtype)
+
+
+def jacobian(encoder, logits, predicted):
+    """J: [B, m, L, V] of h_i with respect to its own logits, through the plain softmax."""
+
+    def one(row, mask):
+        return torch.autograd.functional.jacobian(lambda x: encoder.plain(x[None], mask[None])[0], row)
+
+    return torch.stack([one(row, mask) for row, mask in zip(logits.detach(), predicted, strict=True)])
+
+
+# ---- feature loss -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_feature_loss_is_its_formula_and_its_gradient_follows_the_drift(alpha):
+    """Proposition (drift gradient): dL/dh = -alpha V / B and dL/dl = -alpha J^T V / B."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    features = encoder.lift(logits, predicted)
+    loss, statistics = feature_loss(features, field, alpha)
+    target = (features + alpha * field).detach()
+    torch.testing.assert_close(loss, ((features - target) ** 2).sum() / (2 * B), rtol=1e-12, atol=0)
+    assert float(loss.detach()) == pytest.approx(alpha**2 / 2) and float(statistics["field_rms"]) == pytest.approx(1)
+    grad_h, grad_l = torch.autograd.grad(loss, [features, logits])
+    torch.testing.assert_close(grad_h, -alpha * field / B, rtol=1e-12, atol=1e-15)
+    pulled_back = torch.einsum("bmlv,bm->blv", jacobian(encoder, logits, predicted), field)
+    torch.testing.assert_close(grad_l, -alpha * pulled_back / B, rtol=1e-10, atol=1e-13)
+
+
+def test_one_step_on_the_feature_loss_moves_features_along_the_drift():
+    """<h(l+) - h(l), V> = gamma alpha |J^T V|^2 + O(gamma^2), sample by sample."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    features = encoder.lift(logits, predicted)
+    (grad,) = torch.autograd.grad(feature_loss(features, field)[0], logits)
+    gamma = 1e-4 * B
+    moved = encoder.lift(logits - gamma * grad, predicted)
+    progress = ((moved - features) * field).sum(dim=-1)
+    assert (progress > 0).all()
+    pulled_back = torch.einsum("bmlv,bm->blv", jacobian(encoder, logits, predicted), field)
+    torch.testing.assert_close(
+        progress, gamma / B * pulled_back.square().sum(dim=(1, 2)), rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", ["paper", "drifting"])
+def test_equilibrium_gives_no_loss_and_no_gradient(dtype, kernel):
+    """Corollary (equilibrium), through the whole chain: equal reference sets, in another order."""
+    encoder, (logits, predicted, _) = Encoder(dtype=dtype), setting(dtype)
+    g = torch.Generator().manual_seed(2)
+    u = F.normalize(torch.randn(20, M, generator=g, dtype=torch.float64), dim=-1).to(dtype)
+    features = encoder.lift(logits, predicted)
+    field = drift_field(features, u, u[torch.randperm(20, generator=g)], kernel=kernel).field
+    other = drift_field(features, u, -u, kernel=kernel).field
+    for objective in (
+        lambda v: feature_loss(encoder.lift(logits, predicted), v),
+        lambda v: mirror_loss(logits, encoder.lift(logits, predicted), v, predicted, divergence="kl", step_size=1.0),
+        lambda v: mirror_loss(logits, encoder.lift(logits, predicted), v, predicted, divergence="mse", step_size=1.0),
+    ):
+        loss, away = objective(field)[0], objective(other)[0]
+        (grad,), (grad_away,) = torch.autograd.grad(loss, logits), torch.autograd.grad(away, logits)
+        assert loss < 1e-4 * away
+        assert grad.norm() < 1e-2 * grad_away.norm()
+
+
+# ---- mirror teacher ---------------------------------------------------------------------------------
+
+
+def literal_mirror(encoder, logits, field, predicted, divergence, eta):
+    """The paper's equations, one after the other."""
+    (g,) = torch.autograd.grad((encoder.plain(logits, predicted) * field).sum(), logits)
+    target = (logits + eta * g).detach()
+    if divergence == "kl":
+        log_p, log_p_star = logits.log_softmax(dim=-1), target.log_softmax(dim=-1)
+        per_position = F.kl_div(log_p, log_p_star, reduction="none", log_target=True).sum(dim=-1)
+    else:
+        per_position = (target - logits).square().sum(dim=-1)
+    return per_position[predicted].sum() / B, g
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("eta", [0.5, 20.0])
+@pytest.mark.parametrize("chunk_size", [2, 512])
+def test_mirror_loss_equals_the_literal_equations(divergence, eta, chunk_size):
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    expected, g = literal_mirror(encoder, logits, field, predicted, divergence, eta)
+    (expected_grad,) = torch.autograd.grad(expected, logits)
+    untouched = field.clone()
+    features = encoder.lift(logits, predicted)
+    loss, statistics = mirror_loss(
+        logits, features, field, predicted, divergence=divergence, eta=eta, chunk_size=chunk_size
+    )
+    (grad,) = torch.autograd.grad(3 * loss, logits)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(grad, 3 * expected_grad, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(field, untouched, rtol=0, atol=0)
+    assert float(statistics["mirror_eta"]) == eta
+    step_rms = eta * g[predicted].square().sum(dim=-1).mean().sqrt()
+    torch.testing.assert_close(statistics["mirror_step_rms"], step_rms, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradient_reaches_the_weights_behind_the_logits(divergence):
+    encoder, (inputs, predicted, field) = Encoder(), setting()
+    weight = torch.eye(V, dtype=torch.float64, requires_grad=True)
+    logits = inputs.detach() @ weight
+    features = encoder.lift(logits, predicted)
+    loss, statistics = mirror_loss(logits, features, field, predicted, divergence=divergence, step_size=1.0)
+    (grad,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    eta = float(statistics["mirror_eta"])
+    expected, _ = literal_mirror(encoder, inputs.detach() @ weight, field, predicted, divergence, eta)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, weight)[0], rtol=1e-9, atol=1e-12)
+    with pytest.raises(RuntimeError, match="inplace"):  # rather than a gradient that is scaled twice
+        torch.autograd.grad(2 * loss, weight)
+
+
+def teacher(logits, features, field, predicted, eta):
+    """p* and l* of the implementation, read off the gradients (p - p*)/B and 2 (l - l*)/B."""
+    kl, _ = mirror_loss(logits, features(logits), field, predicted, divergence="kl", eta=eta)
+    mse, _ = mirror_loss(logits, features(logits), field, predicted, divergence="mse", eta=eta)
+    (grad_kl,), (grad_mse,) = torch.autograd.grad(kl, logits), torch.autograd.grad(mse, logits)
+    p_star = logits.softmax(dim=-1) - len(logits) * grad_kl
+    return p_star.detach(), (logits - len(logits) / 2 * grad_mse).detach()
+
+
+def project_to_simplex(x):
+    """Euclidean projection of each row, by sorting."""
+    ordered = x.sort(dim=-1, descending=True).values
+    excess = ordered.cumsum(dim=-1) - 1
+    index = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)
+    support = (ordered - excess / index > 0).sum(dim=-1, keepdim=True)
+    return (x - excess.gather(-1, support - 1) / support).clamp(min=0)
+
+
+@pytest.mark.parametrize("eta", [0.5, 10.0])
+def test_the_mirror_teacher_is_the_best_point_of_the_simplex(eta):
+    """Proposition (mirror teacher): p* maximises <g, q> - KL(q || p) / eta, position by position."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    logits = (0.4 * logits).detach().requires_grad_()  # flat enough for projected gradients to get somewhere
+    _, g = literal_mirror(encoder, logits, field, predicted, "mse", eta)
+    p_star, _ = teacher(logits, lambda x: encoder.lift(x, predicted), field, predicted, eta)
+    g, p, p_star = g[predicted], logits.softmax(dim=-1)[predicted].detach(), p_star[predicted]
+    torch.testing.assert_close(p_star.sum(dim=-1), torch.ones(len(p), dtype=torch.float64))
+    assert (p_star > 0).all()
+
+    def value(q):
+        return (g * q).sum(dim=-1) - (torch.xlogy(q, q) - q * p.log()).sum(dim=-1) / eta
+
+    best = value(p_star)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(300):
+        random = torch.rand(p.shape, generator=generator, dtype=torch.float64).pow(4)
+        random /= random.sum(dim=-1, keepdim=True)
+        for nearness in (0.0, 0.9, 0.999):
+            assert (value(nearness * p_star + (1 - nearness) * random) < best).all()
+    q, rate = torch.full_like(p, 1 / V), torch.full_like(best, 0.1)
+    for _ in range(1000):
+        direction = g - (q.clamp(min=1e-9).log() - p.log()) / eta
+        candidate = project_to_simplex(q + rate[:, None] * direction)
+        better = value(candidate) > value(q)
+        q, rate = torch.where(better[:, None], candidate, q), rate * torch.where(better, 1.5, 0.5)
+    assert (value(q) <= best + 1e-12).all()
+    torch.testing.assert_close(q, p_star, rtol=0, atol=2e-3)  # the competitor is a serious one
+
+
+def test_the_mirror_step_ascends_locally():
+    """Proposition (local ascent): Psi(l + eta g) >= Psi(l) + eta (1 - S eta / 2) |g|^2, Psi being S-smooth."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    logits, predicted, field = logits[:1].detach().requires_grad_(), predicted[:1], field[:1]
+
+    def psi(x):
+        return (encoder.plain(x.view_as(logits), predicted) * field).sum()
+
+    (g,) = torch.autograd.grad(psi(logits), logits)
+
+    def smoothness(eta):
+        """Largest curvature on the segment that the step covers: all that the proof uses."""
+        points = (logits.detach() + fraction * eta * g for fraction in torch.linspace(0, 1, 9))
+        hessians = (torch.autograd.functional.hessian(psi, x.flatten()) for x in points)
+        return 1.02 * max(float(torch.linalg.eigvalsh(h).abs().max()) for h in hessians)
+
+    at_start = smoothness(0.0)
+    for fraction in (0.1, 1.0, 1.9):
+        eta = fraction / at_start
+        _, l_star = teacher(logits, lambda x: encoder.lift(x, predicted), field, predicted, eta)
+        torch.testing.assert_close(l_star, logits.detach() + eta * g, rtol=1e-10, atol=1e-12)
+        bound = psi(logits) + eta * (1 - smoothness(eta) * eta / 2) * g.square().sum()
+        assert psi(l_star) >= bound
+        if fraction < 1:
+            assert psi(l_star) > psi(logits)
+
+
+# ---- the unit of the mirror step --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [4, 64])
+@pytest.mark.parametrize("step_size", [0.1, 3.0])
+def test_step_size_is_the_rms_length_of_the_logit_step_whatever_the_text_length(length, step_size):
+    encoder, (logits, predicted, field) = Encoder(), setting(length=length)
+    features = encoder.lift(logits, predicted)
+    _, statistics = mirror_loss(logits, features, field, predicted, divergence="mse", step_size=step_size)
+    assert float(statistics["mirror_step_rms"]) == pytest.approx(step_size, rel=1e-9)
+
+
+def test_step_size_means_the_same_when_the_vocabulary_grows():
+    """Tokens that are never predicted change neither eta nor the loss."""
+    results = []
+    for extra in (0, 500):
+        encoder, (logits, predicted, field) = Encoder(), setting()
+        encoder.embedding = F.pad(encoder.embedding, (0, 0, 0, extra), value=1.0)
+        logits = F.pad(logits.detach(), (0, extra), value=-1e6).requires_grad_()
+        features = encoder.lift(logits, predicted)
+        loss, statistics = mirror_loss(logits, features, field, predicted, divergence="kl", step_size=1.0)
+        results.append(torch.stack([loss.detach(), statistics["mirror_eta"]]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_step_shrinks_with_the_field_and_vanishes_with_it(divergence):
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    for scale in (1.0, 1e-3, 0.0):
+        features = encoder.lift(logits, predicted)
+        loss, statistics = mirror_loss(
+            logits, features, scale * field, predicted, divergence=divergence, step_size=0.5
+        )
+        assert float(statistics["mirror_step_rms"]) == pytest.approx(0.5 * scale, rel=1e-9)
+        (grad,) = torch.autograd.grad(loss, logits)
+        assert torch.isfinite(grad).all()
+    assert loss == 0 and (grad == 0).all()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_two_processes_that_share_eta_equal_one(divergence):
+    """With `reduce`, the mean over processes of the gradients is the gradient of the whole batch."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    logits = torch.cat([logits, 0.5 * logits.flip(0)]).detach().requires_grad_()
+    predicted, field = torch.cat([predicted, predicted]), torch.cat([field, 2 * field])
+    halves = [slice(0, B), slice(B, 2 * B)]
+    totals = []
+
+    def run(rows, reduce=None):
+        part = logits[rows]
+        features = encoder.lift(part, predicted[rows])
+        loss, statistics = mirror_loss(
+            part, features, field[rows], predicted[rows], divergence=divergence, step_size=1.0, reduce=reduce
+        )
+        return torch.autograd.grad(loss, logits)[0], statistics["mirror_eta"]
+
+    def record(x):
+        totals.append(x)
+        return x
+
+    whole, whole_eta = run(slice(0, 2 * B))
+    for rows in halves:
+        run(rows, record)
+    parts = [run(rows, lambda x: sum(totals)) for rows in halves]
+    for _, eta in parts:
+        torch.testing.assert_close(eta, whole_eta, rtol=1e-12, atol=0)
+    torch.testing.assert_close(sum(grad for grad, _ in parts) / 2, whole, rtol=1e-10, atol=1e-14)
+
+
+# ---- mask column, empty rows, precision -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("mask_logit", [-1e6, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mask_column_is_safe(divergence, mask_logit, dtype):
+    """Equal to the loss on the vocabulary without that column, which gets no gradient."""
+    results = []
+    for keep in (V, V - 1):
+        encoder, (logits, predicted, field) = Encoder(dtype=dtype), setting(dtype, mask_logit=mask_logit)
+        logits, encoder.embedding = logits.detach()[..., :keep].requires_grad_(), encoder.embedding[:keep]
+        features = encoder.lift(logits, predicted)
+        loss, _ = mirror_loss(logits, features, field, predicted, divergence=divergence, step_size=2.0)
+        results.append((loss, *torch.autograd.grad(loss, logits)))
+    (loss, grad), (expected_loss, expected_grad) = results
+    assert torch.isfinite(loss) and torch.isfinite(grad).all() and (grad[..., -1] == 0).all()
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(grad[..., :-1], expected_grad)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_rows_with_nothing_predicted_contribute_nothing(divergence):
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    predicted[1] = False
+    features = encoder.lift(logits, predicted)
+    loss, statistics = mirror_loss(logits, features, field, predicted, divergence=divergence, eta=2.0)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert (grad[~predicted] == 0).all() and (grad[predicted] != 0).all()
+    others = [0, 2]
+    part = logits.detach()[others].requires_grad_()
+    expected, _ = mirror_loss(
+        part, encoder.lift(part, predicted[others]), field[others], predicted[others], divergence=divergence, eta=2.0
+    )
+    torch.testing.assert_close(loss, expected * 2 / 3, rtol=1e-12, atol=0)
+
+    nothing = torch.zeros_like(predicted)
+    features = encoder.lift(logits, nothing)
+    loss, statistics = mirror_loss(logits, features, field, nothing, divergence=divergence, step_size=1.0)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss == 0 and (grad == 0).all() and statistics["mirror_step_rms"] == 0
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_unpredicted_positions_get_no_gradient_even_if_the_features_see_them(divergence):
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    features = encoder.plain(logits, torch.ones_like(predicted))
+    loss, _ = mirror_loss(logits, features, field, predicted, divergence=divergence, step_size=1.0)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert (grad[~predicted] == 0).all() and (grad[predicted] != 0).all()
+
+
+@pytest.mark.parametrize("step_size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_float32_is_right_for_small_steps_and_finite_for_absurd_ones(divergence, step_size):
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        encoder, (logits, predicted, field) = Encoder(dtype=dtype), setting(dtype)
+        features = encoder.lift(logits, predicted)
+        loss, _ = mirror_loss(logits, features, field, predicted, divergence=divergence, step_size=step_size)
+        (grad,) = torch.autograd.grad(loss, logits)
+        results.append((loss.double(), grad.double()))
+    (loss, grad), (expected_loss, expected_grad) = results
+    assert (grad - expected_grad).norm() < 1e-3 * expected_grad.norm()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("objective", ["feature", *DIVERGENCES])
+def test_gradient_under_bfloat16_autocast_is_within_one_percent_of_float64(objective):
+    """The encoder's products run in bf16; lift, field and objective must not add to that error."""
+    gradients = {}
+    for dtype in (torch.float32, torch.float64):
+        encoder, (logits, predicted, _) = Encoder(dtype=dtype), setting(dtype, length=32)
+        g = torch.Generator().manual_seed(4)
+        u, queued = (F.normalize(torch.randn(30, M, generator=g, dtype=torch.float64), dim=-1).to(dtype) for _ in "ab")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            features = encoder.lift(logits, predicted)
+            negatives = torch.cat([features.detach(), queued])
+            field = drift_field(features, u, negatives, self_index=torch.arange(B)).field
+            if objective == "feature":
+                loss, _ = feature_loss(features, field)
+            else:
+                loss, _ = mirror_loss(logits, features, field, predicted, divergence=objective, step_size=1.0)
+        gradients[dtype] = torch.autograd.grad(loss, logits)[0].double()
+    expected = gradients[torch.float64]
+    assert (gradients[torch.float32] - expected).norm() < 1e-2 * expected.norm()
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named():
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    features = encoder.lift(logits, predicted)
+    with pytest.raises(ValueError, match="rows of this process"):
+        feature_loss(features, field[:2])
+    with pytest.raises(ValueError, match="drift_scale must be positive, got 0"):
+        feature_loss(features, field, 0.0)
+
+    def mirror(features=features, field=field, divergence="kl", **settings):
+        return mirror_loss(logits, features, field, predicted, divergence=divergence, **settings)
+
+    with pytest.raises(ValueError, match="rows of this process"):
+        mirror(field=field[:2], step_size=1.0)
+    with pytest.raises(ValueError, match="'kl' or 'mse', got 'l2'"):
+        mirror(divergence="l2", step_size=1.0)
+    for settings in ({}, {"step_size": 1.0, "eta": 1.0}, {"step_size": 0.0}, {"eta": -1.0}, {"eta": math.nan}):
+        with pytest.raises(ValueError, match="one positive number"):
+            mirror(**settings)
+    for unconnected in (features.detach(), (2 * field).requires_grad_()):
+        with pytest.raises(ValueError, match="features do not depend on logits"):
+            mirror(features=unconnected, step_size=1.0)

@@ -1,0 +1,67 @@
+"""Which checkpoints of a run are complete: a killed run may leave the newest one half-written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "drift_state.json"  # written after every other file of ours, and before trainer_state.json
+
+
+def write_manifest(folder: Path, record: dict) -> None:
+    """Write `record` and the sizes of the files now in `folder`, in one step that cannot be seen half-done."""
+    record = record | {"files": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}}
+    temporary = folder / f".{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    os.replace(temporary, folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is incomplete or not from `DriftTrainer`; the message says what is wrong.
+    """
+    for name in (MANIFEST, "trainer_state.json"):
+        try:
+            record = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{folder} is not a complete DriftTrainer checkpoint: {name} is missing or damaged ({error}). Resume "
+                "from an older checkpoint, or use from_pretrained to start a new run from its weights."
+            ) from error
+        if name == MANIFEST:
+            manifest = record
+    for name, size in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
+            raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {found}.")
+    return manifest
+
+
+def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
+    """The newest complete checkpoint in a run's output directory; incomplete newer ones are skipped with a warning.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [
+        path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.is_dir() and path.name.rpartition("-")[2].isdigit()
+    ]
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        try:
+            read_manifest(path)
+        except ValueError as error:
+            logger.warning("Skipping %s", error)
+            continue
+        return path
+    raise ValueError(f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(found)}).")

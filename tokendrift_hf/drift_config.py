@@ -1,0 +1,131 @@
+"""DriftConfig: TrainingArguments plus the settings of TokenDrift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+OBJECTIVES = ("feature", "mirror_kl", "mirror_mse", "none")
+ENCODER_INPUTS = ("soft", "hard_st")
+KERNELS = ("paper", "drifting")
+POOLINGS = ("mean", "tokens")
+
+
+def _choice(name: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _number(name: str, value, *, at_least=None, above=None, whole=False) -> None:
+    kind = int if whole else (int, float)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a{' whole' if whole else ''} number, but it is {value!r}.")
+    if (at_least is not None and value < at_least) or (above is not None and value <= above):
+        needed = f"at least {at_least}" if at_least is not None else f"above {above}"
+        raise ValueError(f"{name}={value} is out of range: it must be {needed}.")
+
+
+@dataclass
+class DriftConfig(TrainingArguments):
+    """Arguments of `DriftTrainer`. Fields of `TrainingArguments` keep their meaning; ours are below.
+
+    Defaults that differ from `TrainingArguments`: learning_rate 3e-5 (the paper's for MDLM), logging_steps 10,
+    ddp_find_unused_parameters False (every parameter is used), remove_unused_columns True for the columns of
+    `DriftTrainer`. Default values of the method are the paper's (Oba, Furuta, Okazaki; section 4.1 and appendix).
+    """
+
+    learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Left off: every parameter takes part in every step."}
+    )
+
+    # Objective
+    objective: str = field(
+        default="feature",
+        metadata={
+            "help": "feature: L2 to the drifted feature (the paper's main method); mirror_kl, mirror_mse: a mirror "
+            "teacher in logit space; none: no drift, which with base_loss_weight=1 is plain continued training."
+        },
+    )
+    base_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the model's own NELBO in the loss."})
+    drift_scale: float = field(default=1.0, metadata={"help": "alpha: how far along the field the target lies."})
+    mirror_step_size: float = field(
+        default=1.0,
+        metadata={"help": "Step of the mirror teacher in logit units, independent of length and vocabulary size."},
+    )
+    encoder_input: str = field(
+        default="soft", metadata={"help": "soft: expected embedding p E; hard_st: argmax token, straight-through."}
+    )
+
+    # Drift field
+    drift_kernel: str = field(
+        default="paper",
+        metadata={"help": "paper: affinity exp(-|h-u|^2/tau); drifting: distance over its mean, as in Drifting."},
+    )
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.02, 0.05, 0.2], metadata={"help": "tau: the widths of the affinity kernel."}
+    )
+    attraction: float = field(default=1.0, metadata={"help": "Weight of the pull towards real features."})
+    repulsion: float = field(default=1.0, metadata={"help": "Weight of the push away from generated features."})
+    queue_size: int = field(
+        default=1024, metadata={"help": "Past real and past generated features kept as references, each."}
+    )
+    gather_features: bool = field(
+        default=True, metadata={"help": "Use the features of all processes as anchors and references."}
+    )
+
+    # Encoder
+    feature_layers: list[int] = field(
+        default_factory=lambda: [-2, -1],
+        metadata={"help": "Hidden states that make the feature: 0 embeddings, i output of block i, -1 last block."},
+    )
+    feature_pooling: str = field(
+        default="mean", metadata={"help": "mean: one feature a sequence; tokens: one a position (feature_tokens)."}
+    )
+    feature_tokens: int = field(default=16, metadata={"help": "Positions drawn per sequence if feature_pooling=tokens."})
+    encoder_timestep: float = field(
+        default=0.0, metadata={"help": "Diffusion time that a time-conditioned encoder is told, in [0, 1]."}
+    )
+
+    # Weights that are evaluated and saved
+    ema_decay: float | None = field(
+        default=None, metadata={"help": "Decay of a float32 moving average of the weights, e.g. 0.999; null: none."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        _choice("objective", self.objective, OBJECTIVES)
+        _choice("encoder_input", self.encoder_input, ENCODER_INPUTS)
+        _choice("drift_kernel", self.drift_kernel, KERNELS)
+        _choice("feature_pooling", self.feature_pooling, POOLINGS)
+        _number("base_loss_weight", self.base_loss_weight, at_least=0)
+        _number("drift_scale", self.drift_scale, above=0)
+        _number("mirror_step_size", self.mirror_step_size, above=0)
+        _number("attraction", self.attraction, at_least=0)
+        _number("repulsion", self.repulsion, at_least=0)
+        _number("queue_size", self.queue_size, at_least=0, whole=True)
+        _number("feature_tokens", self.feature_tokens, at_least=1, whole=True)
+        _number("encoder_timestep", self.encoder_timestep, at_least=0)
+        if self.encoder_timestep > 1:
+            raise ValueError(f"encoder_timestep={self.encoder_timestep} is out of range: a time lies in [0, 1].")
+        if not isinstance(self.temperatures, (list, tuple)) or not self.temperatures:
+            raise ValueError(f"temperatures must be a list of positive numbers, but it is {self.temperatures!r}.")
+        for temperature in self.temperatures:
+            _number("temperatures", temperature, above=0)
+        if not isinstance(self.feature_layers, (list, tuple)) or not self.feature_layers:
+            raise ValueError(f"feature_layers must be a list of whole numbers, but it is {self.feature_layers!r}.")
+        for layer in self.feature_layers:
+            _number("feature_layers", layer, at_least=-(10**6), whole=True)
+        if self.ema_decay is not None:
+            _number("ema_decay", self.ema_decay, above=0)
+            if self.ema_decay >= 1:
+                raise ValueError(f"ema_decay={self.ema_decay} never takes in a new weight: it must be below 1.")
+        if self.objective == "none" and self.base_loss_weight == 0:
+            raise ValueError(
+                "objective='none' with base_loss_weight=0 leaves nothing to train on. Set base_loss_weight=1 for "
+                "continued training, or choose a drift objective."
+            )
+        if self.objective != "none" and self.attraction == self.repulsion == 0:
+            raise ValueError("attraction=0 and repulsion=0 give a field of zero: set at least one of them above 0.")

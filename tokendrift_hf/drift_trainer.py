@@ -1,0 +1,423 @@
+"""DriftTrainer: Algorithm 1 of the TokenDrift paper on the Hugging Face Trainer. It wires and holds no formula."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel, Trainer, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from .checkpoint import last_complete_checkpoint, read_manifest, write_manifest
+from .collator import CleanCollator
+from .drift import DriftField, drift_field
+from .drift_config import DriftConfig
+from .ema import WeightEMA
+from .encoder import FrozenEncoder
+from .hub.process_tokendrift import stratified_times
+from .lift import soft_lift, token_entropy
+from .noise import EVALUATE, TRAIN, row_noise, spread_times
+from .objectives import feature_loss, mirror_loss
+from .queue import FeatureQueue
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
+QUEUES_FILE, EMA_FILE = "drift_queues.safetensors", "drift_ema.safetensors"
+# Settings whose silent change would make a resumed run another run.
+RECORDED = (
+    "seed objective base_loss_weight drift_scale mirror_step_size encoder_input drift_kernel temperatures attraction "
+    "repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep ema_decay"
+).split()
+
+
+@dataclass(frozen=True)
+class CorruptedBatch:
+    """A batch and its noisy version; everything [B, L] but t."""
+
+    x_0: Tensor
+    x_t: Tensor
+    t: Tensor  # [B]
+    exists: Tensor  # bool: no padding
+    free: Tensor  # bool: neither padding nor prompt, so corruptible
+    predicted: Tensor  # bool: M, a part of the free positions
+    attention_mask: Tensor | None  # as given; None: everything exists
+    order: Tensor  # uniforms that choose the positions of token features
+
+
+class DriftTrainer(Trainer):
+    """Refine a discrete diffusion language model with the drift objective (or continue its training).
+
+    The training set holds clean `input_ids`, and optionally `attention_mask` (0 = padding) and `prompt_mask` (1 =
+    prompt) or `labels` (-100 = prompt): prompts and padding are never corrupted, predicted or lifted, but the network
+    and the encoder see prompts. `evaluate()` reports `eval_loss`, the NELBO in nats per token.
+
+    Gradient accumulation changes the drift objective, not only its noise: the field is made within a micro-batch (of
+    all processes), and the queues take in every micro-batch.
+
+    Args:
+        model: an MDLM or DUO model, of this package or loaded as custom code.
+        args: a `DriftConfig`.
+        encoder: the frozen encoder phi. None: a copy of the model as it is now; "base" with peft: the model with its
+            adapters disabled, without a second copy; or a path, a model or a `FrozenEncoder` of the same vocabulary.
+        peft_config: wrap the model in adapters (peft's LoraConfig and the like) and train only those.
+        kwargs: everything else that `Trainer` takes.
+
+    Raises:
+        ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
+            together with a peft_config, DeepSpeed ZeRO-3.
+    """
+
+    loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: DriftConfig,
+        *,
+        encoder: str | os.PathLike | PreTrainedModel | FrozenEncoder | None = None,
+        peft_config=None,
+        **kwargs,
+    ):
+        if not isinstance(args, DriftConfig):
+            raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a split "
+                "frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
+            )
+        has_adapters = hasattr(model, "peft_config")
+        base = model.get_base_model() if has_adapters else model
+        if not hasattr(base, "process"):
+            raise ValueError(
+                f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "
+                "DUOForMaskedLM, which also read the released checkpoints."
+            )
+        if peft_config is not None and has_adapters:
+            raise ValueError(
+                "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
+                "first (merge_and_unload), or leave peft_config out to go on training them."
+            )
+        self.process = base.process
+        self.encoder = None
+        settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
+        if args.objective != "none" and encoder is None:
+            self.encoder = FrozenEncoder.copy_of(model, **settings)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, peft_config)
+        if args.objective != "none" and encoder is not None:
+            self.encoder = _given_encoder(encoder, model, args, settings)
+        if self.encoder is not None:
+            _check_vocabulary(self.encoder, self.process.vocab_size)
+        kwargs.setdefault(
+            "data_collator",
+            CleanCollator(
+                self.process.vocab_size, base.config.max_position_embeddings, getattr(self.process, "mask_id", None)
+            ),
+        )
+        super().__init__(model=model, args=args, **kwargs)
+        self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
+        if self.encoder is not None:
+            self.encoder.to(self.args.device)
+        self.real_queue, self.generated_queue = FeatureQueue(args.queue_size), FeatureQueue(args.queue_size)
+        self.ema = None
+        if args.ema_decay is not None:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError("ema_decay is not supported with FSDP or DeepSpeed, which split or replace the weights.")
+            self.ema = WeightEMA(self.model, args.ema_decay)
+            self.add_callback(_UpdateEMA(self))
+        _warn_of_half_precision(self.model)
+        self._statistics: dict[str, list[Tensor]] = defaultdict(list)
+        self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
+        self._eval_batches = 0
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
+
+    # Corruption
+
+    def _corrupt(
+        self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: range, num_rows: int | None
+    ) -> CorruptedBatch:
+        """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
+        x_0 = inputs["input_ids"]
+        noise = row_noise(key, rows, x_0.shape[1], self.process.vocab_size)
+        if num_rows is None:
+            t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
+        else:
+            t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows.start, num_rows=num_rows)
+        t, uniforms, order = (x.to(x_0.device, torch.float32) for x in (t, noise.uniforms, noise.order))
+        exists = torch.ones_like(x_0, dtype=torch.bool)
+        if "attention_mask" in inputs:
+            exists = inputs["attention_mask"].bool()
+        free = exists
+        if "prompt_mask" in inputs:
+            free = free & ~inputs["prompt_mask"].bool()
+        if "labels" in inputs:
+            free = free & (inputs["labels"] != -100)
+        x_t = self.process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device))
+        x_t = torch.where(free, x_t, x_0)
+        predicted = self.process.predicted_positions(x_t) & free
+        return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), order)
+
+    def _own_rows(self, x: Tensor) -> tuple[range, int]:
+        """The positions of this process's rows among those of all processes, and the number of all."""
+        sizes = self._sizes(x)
+        first = sum(sizes[: self.accelerator.process_index])
+        return range(first, first + len(x)), sum(sizes)
+
+    def _sizes(self, x: Tensor) -> list[int]:
+        if self.accelerator.num_processes == 1:
+            return [len(x)]
+        return self.accelerator.gather(torch.tensor([len(x)], device=x.device)).tolist()
+
+    def _gather_rows(self, x: Tensor) -> Tensor:
+        """The rows of all processes in order, also when they hold different numbers of them. No gradient."""
+        if self.accelerator.num_processes == 1:
+            return x
+        sizes = self._sizes(x)
+        gathered = self.accelerator.gather(self.accelerator.pad_across_processes(x)).split(max(sizes))
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.accelerator.reduce(x, "sum") if self.accelerator.num_processes > 1 else x
+
+    # Training
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The mean loss of a micro-batch over all processes: drift plus `base_loss_weight` times the NELBO.
+
+        Raises:
+            ValueError: the loss is not finite; the message names the step. No weight has been touched by then.
+        """
+        step = self.state.global_step
+        micro = self._micro_step[1] if self._micro_step[0] == step else 0
+        self._micro_step = (step, micro + 1)
+        rows, num_rows = self._own_rows(inputs["input_ids"])
+        batch = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
+        outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+        # The processes' gradients are averaged; these factors make that the mean over all rows and all tokens.
+        processes = self.accelerator.num_processes
+        loss = torch.zeros((), device=outputs.logits.device)
+        if self.args.objective != "none":
+            loss = loss + self._drift_loss(outputs.logits, batch) * (len(rows) * processes / num_rows)
+        if self.args.base_loss_weight > 0:
+            total, count = self._nelbo(outputs.logits, batch)
+            base_loss = total * processes / self._sum(count).clamp_min(1)
+            self._statistics["base_loss"].append(base_loss.detach())
+            loss = loss + self.args.base_loss_weight * base_loss
+        if self._sum((~loss.detach().isfinite()).float()) > 0:
+            raise ValueError(
+                f"The loss is {loss.item()} at optimizer step {step + 1}. Training stopped before any weight took it "
+                f"in; checkpoints up to step {step} in {self.args.output_dir} are untouched. A lower learning rate, "
+                "max_grad_norm or float32 instead of float16 usually help."
+            )
+        return (loss, outputs) if return_outputs else loss
+
+    def _nelbo(self, logits: Tensor, batch: CorruptedBatch) -> tuple[Tensor, Tensor]:
+        """Sum of the NELBO in nats and number of the tokens it is over: all that could have been corrupted."""
+        nelbo = self.process.nelbo(logits, batch.x_0, batch.x_t, batch.t)
+        return (nelbo * batch.predicted).sum(), batch.free.sum()
+
+    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch) -> Tensor:
+        args, E = self.args, self.encoder.embedding
+        logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
+        positions = None
+        if args.feature_pooling == "tokens":
+            count = min(args.feature_tokens, int(batch.exists.sum(1).min()))
+            positions = batch.order.masked_fill(~batch.exists, -1).topk(count).indices
+        with self.accelerator.autocast():
+            lifted = soft_lift(logits, E, batch.x_t.clamp_max(last), batch.predicted, mode=args.encoder_input)
+            h = self.encoder(lifted, batch.attention_mask, positions)
+            with torch.no_grad():
+                u = self.encoder(E[batch.x_0.clamp_max(last)], batch.attention_mask, positions)
+        all_h, all_u, own = h.detach(), u, range(len(h))
+        if args.gather_features:
+            own, _ = self._own_rows(h)
+            all_h, all_u = self._gather_rows(h.detach()), self._gather_rows(u)
+        real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
+        drift = drift_field(
+            all_h,
+            real,
+            generated,
+            temperatures=args.temperatures,
+            self_index=torch.arange(len(all_h), device=h.device),
+            attraction=args.attraction,
+            repulsion=args.repulsion,
+            kernel=args.drift_kernel,
+        )
+        self._note_drift(drift, real, generated)
+        self._statistics["token_entropy"].append(token_entropy(logits.detach(), batch.predicted))
+        V = drift.field[own.start : own.stop]
+        if args.objective == "feature":
+            loss, _ = feature_loss(h, V, args.drift_scale)
+        else:
+            divergence, step_size = args.objective.removeprefix("mirror_"), args.mirror_step_size
+            loss, statistics = mirror_loss(
+                logits, h, V, batch.predicted, divergence=divergence, step_size=step_size, reduce=self._sum
+            )
+            self._statistics["mirror_eta"].append(statistics["mirror_eta"])
+        self.real_queue.push(all_u)
+        self.generated_queue.push(all_h)
+        return loss
+
+    def _note_drift(self, drift: DriftField, real: Tensor, generated: Tensor) -> None:
+        """Keep what moves while the normalised loss does not, until the next log."""
+        for i, tau in enumerate(self.args.temperatures):
+            self._statistics[f"drift_norm_{tau:g}"].append(drift.rms_per_temperature[i])
+            self._statistics[f"effective_references_{tau:g}"].append(drift.effective_references[i])
+        self._statistics["feature_distance"].append((real.mean(0) - generated.mean(0)).norm())
+        self._statistics["queue_fill"].append(torch.tensor(float(len(self.real_queue)), device=real.device))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._statistics:
+            means = torch.stack([torch.stack([x.float() for x in xs]).mean() for xs in self._statistics.values()])
+            means = self._sum(means) / self.accelerator.num_processes
+            logs.update(zip(self._statistics, means.tolist(), strict=True))
+            self._statistics.clear()
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def evaluate(self, *args, **kwargs):
+        """As in `Trainer`, with the averaged weights if there are any; the training trajectory stays as it was."""
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
+        with averaged, torch.random.fork_rng(devices):
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        self._eval_batches = 0
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The NELBO of a batch, with noise that depends on the rows' positions in the data set alone."""
+        inputs = self._prepare_inputs(inputs)
+        first = (self._eval_batches * self.accelerator.num_processes + self.accelerator.process_index) * (
+            self.args.eval_batch_size
+        )
+        self._eval_batches += 1
+        rows = range(first, first + len(inputs["input_ids"]))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            batch = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
+            outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+            total, count = self._nelbo(outputs.logits, batch)
+        return total / count.clamp_min(1), None, None
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, **kwargs):
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+
+        Raises:
+            ValueError: no complete checkpoint, or the one that is named is incomplete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            manifest = read_manifest(Path(resume_from_checkpoint))
+            changed = {
+                name: (old, getattr(self.args, name))
+                for name, old in manifest["settings"].items()
+                if getattr(self.args, name) != old
+            }
+            if changed:
+                logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            queues = {"real": self.real_queue.features, "generated": self.generated_queue.features}
+            save_file({k: v.contiguous() for k, v in queues.items()}, Path(output_dir, QUEUES_FILE))
+            if self.ema is not None:
+                save_file(self.ema.state_dict(), Path(output_dir, EMA_FILE))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(
+                Path(output_dir),
+                {
+                    "global_step": self.state.global_step,
+                    "num_processes": self.accelerator.num_processes,
+                    "settings": {name: getattr(self.args, name) for name in RECORDED},
+                },
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        queues = load_file(Path(checkpoint, QUEUES_FILE), device=str(self.args.device))
+        self.real_queue.load_state_dict({"features": queues["real"]})
+        self.generated_queue.load_state_dict({"features": queues["generated"]})
+        self._load_ema(checkpoint)
+
+    def _load_ema(self, checkpoint) -> None:
+        path = Path(checkpoint, EMA_FILE)
+        if self.ema is not None and path.is_file():
+            self.ema.load_state_dict(load_file(path, device=str(self.args.device)))
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._load_ema(self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`; a save by the user, unlike a checkpoint, holds the averaged weights if there are any."""
+        averaged = self.ema.applied(self.model) if self.ema is not None and not _internal_call else nullcontext()
+        with averaged:
+            super().save_model(output_dir, _internal_call)
+
+
+class _UpdateEMA(TrainerCallback):
+    def __init__(self, trainer: DriftTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.ema.update(self.trainer.model)
+
+
+def _given_encoder(encoder, model, args: DriftConfig, settings: dict) -> FrozenEncoder:
+    if isinstance(encoder, FrozenEncoder):
+        return encoder
+    if isinstance(encoder, str) and encoder == "base":
+        if args.gradient_checkpointing:
+            raise ValueError(
+                "encoder='base' cannot be combined with gradient_checkpointing: backward would recompute the encoder "
+                "with the adapters on. Switch one of them off."
+            )
+        return FrozenEncoder.without_adapters(model, **settings)
+    if isinstance(encoder, (str, os.PathLike)):
+        encoder = AutoModel.from_pretrained(encoder)
+    if encoder is model:
+        raise ValueError("encoder= is the model that is trained. Leave encoder out: a frozen copy is the default.")
+    return FrozenEncoder(encoder, **settings)
+
+
+def _check_vocabulary(encoder: FrozenEncoder, vocab_size: int) -> None:
+    rows = len(encoder.embedding)
+    if rows not in (vocab_size, vocab_size - 1):
+        raise ValueError(
+            f"The encoder embeds {rows} ids and the model predicts {vocab_size}. They must share a tokenizer (the encoder "
+            "may lack the last id, the mask)."
+        )
+
+
+def _warn_of_half_precision(model) -> None:
+    halves = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
+    if halves:
+        logger.warning(
+            "The trainable weights are %s: small updates will be lost to rounding. Load the model with "
+            "dtype=torch.float32 and set bf16=True instead.",
+            ", ".join(sorted(halves)),
+        )

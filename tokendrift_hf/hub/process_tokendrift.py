@@ -1,0 +1,213 @@
+"""The corruption processes of discrete diffusion: noise schedule, forward noise, posterior and NELBO.
+
+Notation: `x_0` clean ids [B, L], `x_t` noisy ids [B, L], `t` and `s < t` diffusion times in [0, 1], `alpha_t` the
+fraction of signal left at time t, V the vocabulary size. Randomness is always an argument, so every function is
+deterministic. Only torch is needed: this file travels with every checkpoint.
+
+Sources: MDLM (Sahoo et al., 2024, arXiv 2406.07524), DUO (Sahoo et al., 2025, arXiv 2506.10892) and their
+repositories kuleshov-group/mdlm and s-sahoo/duo.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# The finite stand-in for minus infinity of the reference (SUBS) parametrisation. It is finite so that
+# 0 * log 0 = 0 and so that float32 arithmetic with it never gives NaN.
+NEGATIVE_INFINITY = -1e6
+
+
+@dataclass(frozen=True)
+class LogLinearSchedule:
+    """The log-linear schedule alpha(t) = 1 - (1 - eps) t, for t in [0, 1]: nearly all signal is gone at t = 1."""
+
+    eps: float = 1e-3
+
+    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+        """alpha(t), in [eps, 1]."""
+        return 1 - (1 - self.eps) * t
+
+    def d_alpha(self, t: torch.Tensor) -> torch.Tensor:
+        """d alpha / dt, constant and negative."""
+        return torch.full_like(t, -(1 - self.eps))
+
+    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+        """The total noise sigma(t) = -ln alpha(t), 0 at t = 0: what the network is conditioned on."""
+        return -torch.log1p(-(1 - self.eps) * t)
+
+    def time_of_alpha(self, alpha: torch.Tensor) -> torch.Tensor:
+        """The inverse of `alpha`."""
+        return (1 - alpha) / (1 - self.eps)
+
+
+def stratified_times(
+    uniforms: torch.Tensor, eps: float = 1e-3, first_row: int = 0, num_rows: int | None = None
+) -> torch.Tensor:
+    """Diffusion times in [eps, 1], one in each of n equal strata (the reference's "antithetic" sampling).
+
+    Args:
+        uniforms: independent draws from U(0, 1), shape [B].
+        eps: the smallest time; the NELBO weights 1/t of smaller ones would have too large a variance.
+        first_row: which of the n strata is the first row's, if these rows are a part of a larger batch.
+        num_rows: n, the size of that larger batch; default B.
+    """
+    n = num_rows or uniforms.shape[0]
+    strata = torch.arange(first_row, first_row + uniforms.shape[0], dtype=uniforms.dtype, device=uniforms.device) / n
+    return (1 - eps) * ((uniforms / n + strata) % 1) + eps
+
+
+def _per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A [B] (or scalar) tensor with trailing axes added, so that it broadcasts over `like` [B, ...]."""
+    return value.reshape(value.shape + (1,) * (like.dim() - value.dim())) if value.dim() else value
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _noise(alpha: torch.Tensor) -> torch.Tensor:
+    """1 - alpha, kept above the resolution of float32, so that a row with t = 0 has finite values and gradients."""
+    return (1 - alpha).clamp_min(1e-7)
+
+
+class AbsorbingProcess:
+    """Masked diffusion: at time t a token has become the mask with probability 1 - alpha(t) (MDLM).
+
+    Args:
+        vocab_size: V, the mask included.
+        mask_id: the id of the mask, which never occurs in clean text.
+    """
+
+    def __init__(self, vocab_size: int, mask_id: int, schedule: LogLinearSchedule | None = None):
+        self.vocab_size, self.mask_id = vocab_size, mask_id
+        self.schedule = schedule or LogLinearSchedule()
+
+    def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
+        """x_1: every position masked. `random_tokens` [B, L] only gives shape, dtype and device."""
+        return torch.full_like(random_tokens, self.mask_id)
+
+    def corrupt(
+        self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1), shape [B, L]; `t` [B]. `random_tokens` is not used."""
+        return torch.where(uniforms < 1 - _per_row(self.schedule.alpha(t), x_0), self.mask_id, x_0)
+
+    def predicted_positions(self, x_t: torch.Tensor) -> torch.Tensor:
+        """M, the positions that the network predicts: the masked ones. Bool [B, L]."""
+        return x_t == self.mask_id
+
+    def log_probs(self, logits: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
+        """log p(x_0 | x_t) in the SUBS parametrisation: never the mask, and present tokens stay. [B, L, V].
+
+        Computed in float32 or, if the logits are float64, in float64.
+        """
+        mask_column = torch.arange(self.vocab_size, device=logits.device) == self.mask_id
+        log_p = torch.log_softmax(_at_least_float32(logits).masked_fill(mask_column, NEGATIVE_INFINITY), dim=-1)
+        stays = torch.full_like(log_p, NEGATIVE_INFINITY).scatter_(-1, x_t.unsqueeze(-1), 0.0)
+        return torch.where(self.predicted_positions(x_t).unsqueeze(-1), log_p, stays)
+
+    def posterior(
+        self, p_x0: torch.Tensor, x_t: torch.Tensor, alpha_t: torch.Tensor, alpha_s: torch.Tensor
+    ) -> torch.Tensor:
+        """q(x_s | x_t, x_0 ~ p_x0) [B, L, V]: a mask stays with probability (1 - alpha_s) / (1 - alpha_t).
+
+        Args:
+            p_x0: clean-token probabilities [B, L, V] without mass on the mask.
+            x_t: [B, L].
+            alpha_t, alpha_s: [B], alpha_s > alpha_t. alpha_s = 1 is the last step, which leaves no mask.
+        """
+        alpha_t, alpha_s = _per_row(alpha_t, p_x0), _per_row(alpha_s, p_x0)
+        unmasked = (alpha_s - alpha_t) / (1 - alpha_t) * p_x0
+        unmasked[..., self.mask_id] += ((1 - alpha_s) / (1 - alpha_t)).squeeze(-1)
+        stays = torch.zeros_like(unmasked).scatter_(-1, x_t.unsqueeze(-1), 1.0)
+        return torch.where(self.predicted_positions(x_t).unsqueeze(-1), unmasked, stays)
+
+    def nelbo(self, logits: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """The NELBO per token in nats, [B, L]: -alpha'/(1 - alpha) * -log p(x_0) at masked positions, else 0.
+
+        With the log-linear schedule the weight is exactly 1/t.
+        """
+        logits = _at_least_float32(logits)
+        mask_column = torch.arange(self.vocab_size, device=logits.device) == self.mask_id
+        nll = F.cross_entropy(
+            logits.masked_fill(mask_column, NEGATIVE_INFINITY).flatten(0, 1), x_0.flatten(), reduction="none"
+        ).view(x_0.shape)
+        alpha, d_alpha = self.schedule.alpha(t), self.schedule.d_alpha(t)
+        return torch.where(self.predicted_positions(x_t), nll * _per_row(-d_alpha / _noise(alpha), x_0), 0.0)
+
+
+def _excess(log_ratio: torch.Tensor) -> torch.Tensor:
+    """e^u - 1 - u >= 0: the price of predicting e^u times the right ratio."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+class UniformProcess:
+    """Uniform-state diffusion: at time t a token has been redrawn from all V ids with probability 1 - alpha(t) (DUO).
+
+    Args:
+        vocab_size: V. Every id can occur as noise, also one that never occurs in clean text (DUO's 50257).
+    """
+
+    def __init__(self, vocab_size: int, schedule: LogLinearSchedule | None = None):
+        self.vocab_size = vocab_size
+        self.schedule = schedule or LogLinearSchedule()
+
+    def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
+        """x_1 given ids drawn uniformly from all V, [B, L]: those ids themselves."""
+        return random_tokens
+
+    def corrupt(
+        self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1) and uniformly drawn `random_tokens`, both [B, L]; `t` [B]."""
+        return torch.where(uniforms < 1 - _per_row(self.schedule.alpha(t), x_0), random_tokens, x_0)
+
+    def predicted_positions(self, x_t: torch.Tensor) -> torch.Tensor:
+        """M, the positions that the network predicts: all, since none is known to be clean. Bool [B, L]."""
+        return torch.ones_like(x_t, dtype=torch.bool)
+
+    def log_probs(self, logits: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
+        """log p(x_0 | x_t) [B, L, V], in float32 at least. `x_t` is not used."""
+        return torch.log_softmax(_at_least_float32(logits), dim=-1)
+
+    def posterior(
+        self, p_x0: torch.Tensor, x_t: torch.Tensor, alpha_t: torch.Tensor, alpha_s: torch.Tensor
+    ) -> torch.Tensor:
+        """q(x_s | x_t, x_0 ~ p_x0) [B, L, V], in the form of DUO (p_x0 is put into the posterior of a clean token).
+
+        It is proportional to [a 1{k = x_t} + (1 - a)/V] * [alpha_s p_x0(k) + (1 - alpha_s)/V], a = alpha_t / alpha_s.
+
+        Args:
+            p_x0: clean-token probabilities [B, L, V].
+            x_t: [B, L].
+            alpha_t, alpha_s: [B], alpha_s > alpha_t. alpha_s = 1 is the last step, which leaves no noise.
+        """
+        alpha_t, alpha_s = _per_row(alpha_t, p_x0), _per_row(alpha_s, p_x0)
+        alpha_ts = alpha_t / alpha_s
+        at_x_t = x_t.unsqueeze(-1)
+        noisy = alpha_s * p_x0 + (1 - alpha_s) / self.vocab_size
+        weights = noisy * ((1 - alpha_ts) / self.vocab_size)
+        weights = weights.scatter_add(-1, at_x_t, alpha_ts * noisy.gather(-1, at_x_t))
+        return weights / weights.sum(dim=-1, keepdim=True)
+
+    def nelbo(self, logits: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """The NELBO per token in nats, [B, L]; not zero where x_t = x_0.
+
+        With y_bar = V alpha y + 1 - alpha, r = y_bar(x_0) / y_bar(x_0)[x_t] and r' the same for the prediction:
+        -alpha' / (V alpha) * sum_j r_j (r'_j / r_j - 1 - ln(r'_j / r_j)), every term of which is >= 0
+        (equal to equation 15 of the DUO paper, written so that nothing cancels).
+        """
+        log_p = torch.log_softmax(_at_least_float32(logits), dim=-1)
+        alpha, d_alpha = _per_row(self.schedule.alpha(t), log_p), self.schedule.d_alpha(t)
+        K = self.vocab_size
+        log_noise, log_clean = _noise(alpha).log(), (K * alpha + 1 - alpha).log()  # ln y_bar of one-hot x_0: two values
+        log_bar = torch.logaddexp(log_p + torch.log(K * alpha), log_noise)  # ln y_bar of the prediction
+        at_x_t, at_x_0 = x_t.unsqueeze(-1), x_0.unsqueeze(-1)
+        log_scale = torch.where(at_x_t == at_x_0, log_clean, log_noise)  # ln y_bar(x_0)[x_t]
+        shift = log_bar.gather(-1, at_x_t) - log_scale
+        at_clean = log_bar.gather(-1, at_x_0) - shift - log_clean  # ln(r'_j / r_j) for j = x_0, and for all other j:
+        elsewhere = (log_bar - (shift + log_noise)).scatter(-1, at_x_0, 0.0)
+        total = (log_noise - log_scale).exp().squeeze(-1) * _excess(elsewhere).sum(-1)
+        total = total + ((log_clean - log_scale).exp() * _excess(at_clean)).squeeze(-1)
+        return total * _per_row(-d_alpha / (K * self.schedule.alpha(t)), total)

@@ -1,0 +1,271 @@
+"""The samplers: what happens at each position in a step from time t to s < t, and in which order it is computed.
+
+All of them first draw what happens at each position and only then ask the network, at the positions where a token of
+its prediction p(x_0 | x_t) is needed. The laws are exactly those of the papers, only the order of the draws differs.
+
+Sources: MDLM (arXiv 2406.07524), DUO (2506.10892), psi samplers (2602.21185), ReMDM (2503.00307), first hitting
+(2409.02908), ordered unmasking (MaskGIT 2202.04200, LLaDA 2502.09992).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .denoiser_tokendrift import Denoiser, Noise, draw
+
+LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
+ORDERED = ("confidence", "margin", "entropy")
+
+
+@dataclass
+class Canvas:
+    """What is being sampled, changed in place.
+
+    x: ids [B, L]. free: positions that may change, bool [B, L]. lengths: of the rows, beyond which nothing is free.
+    confidence: probability of the token under the last prediction asked for there, [B, L]; nan where none was.
+    """
+
+    x: torch.Tensor
+    free: torch.Tensor
+    lengths: list[int]
+    confidence: torch.Tensor
+
+    def put(self, rows, columns, tokens, weights, total):
+        self.x[rows, columns] = tokens
+        self.confidence[rows, columns] = (weights.gather(1, tokens[:, None])[:, 0] / total).to(self.confidence)
+
+    def rows_alike(self) -> bool:
+        """Whether all rows are the same, as masks without a prompt are, so that one of them serves the first call."""
+        return len(self.x) > 1 and len(set(self.lengths)) == 1 and bool((self.x == self.x[:1]).all())
+
+
+def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[float]) -> list[float]:
+    """N + 1 times from 1 down to 1e-5.
+
+    Args:
+        spec: "linear" (the reference), "cosine" (1 - cos(pi/2 * (1 - i/N)): small steps at the end), the N + 1 times
+            themselves, or "linear-constant-linear-c" (ReMDM's loop): a fraction `fractions[0]` of the N steps goes
+            linearly from 1 to c, `fractions[1]` stays there (sampling then only re-noises and denoises), the rest goes
+            down to the end. "-inv" at the end means a plateau at 1 - c. (The reference's last part has one point
+            less and so stops at c when it has one step.)
+    """
+    N = num_steps
+    if not isinstance(spec, str):
+        times = [float(time) for time in spec]
+        falls = all(t >= s for t, s in zip(times, times[1:], strict=False))
+        if len(times) != N + 1 or not falls or times[0] > 1 or times[-1] <= 0:
+            raise ValueError(
+                f"time_grid holds {len(times)} times from {times[0] if times else None} to "
+                f"{times[-1] if times else None}; num_steps={N} needs {N + 1} falling times in (0, 1]."
+            )
+        return times
+    if spec == "linear":
+        return torch.linspace(1, LAST_TIME, N + 1, dtype=torch.float64).tolist()
+    if spec == "cosine":
+        angle = torch.linspace(1, 0, N + 1, dtype=torch.float64) * torch.pi / 2
+        return (1 - angle.cos()).clamp_min(LAST_TIME).tolist()
+    match = re.fullmatch(r"linear-constant-linear-([0-9.]+)(-inv)?", spec)
+    if not match or not 0 < float(match[1]) < 1:
+        raise ValueError(
+            f"Unknown time_grid {spec!r}. Give 'linear', 'cosine', 'linear-constant-linear-c' or "
+            "'linear-constant-linear-c-inv' with 0 < c < 1, or a list of times."
+        )
+    level = 1 - float(match[1]) if match[2] else float(match[1])
+    high, middle = (round(fraction * N) for fraction in fractions)
+    down = torch.linspace(1, level, high + 1, dtype=torch.float64).tolist() if high else [1.0]
+    rest = torch.linspace(level, LAST_TIME, N - high - middle + 1, dtype=torch.float64).tolist()[1:]
+    return down + [level] * middle + rest
+
+
+def kappas(modes: str | Sequence[str], fractions: Sequence[float], alphas: Sequence[float]) -> list[float]:
+    """kappa of each step of a psi sampler: the weight of the posterior against a fresh forward noising.
+
+    Args:
+        modes: one mode, or three for the first `fractions[0]` of the steps, the next `fractions[1]`, and the rest.
+            pure-posterior: 1 (ancestral). pure-pc: 0 (predict, then noise again). constant-eta: eta.
+            With ReMDM's probability sigma of masking a present token again, kappa = 1 - sigma / (1 - alpha_s) where
+            sigma = eta (constant-remdm-eta), min(eta, (1 - alpha_s) / alpha_t) (max-capped-eta), or
+            eta * min(1, (1 - alpha_s) / alpha_t) (max-rescale-eta; the duo repository has eta * min(eta, ...), in
+            which eta enters twice). kappa is clipped to [0, 1].
+        alphas: alpha at the N + 1 times.
+
+    Returns:
+        N values. The duo repository sets the last of every segment to 1; here every step follows its mode.
+    """
+    N = len(alphas) - 1
+    modes = [modes] * 3 if isinstance(modes, str) else list(modes)
+    if len(modes) != 3 or len(fractions) != 2 or min(fractions) < 0 or sum(fractions) > 1:
+        raise ValueError(
+            f"psi={modes} with psi_fractions={list(fractions)}: give one mode or three (early, middle, late), and two "
+            "fractions of the steps, early and middle, of sum at most 1."
+        )
+    high, middle = (round(fraction * N) for fraction in fractions)
+    values = []
+    for i, (alpha_t, alpha_s) in enumerate(zip(alphas, alphas[1:], strict=False)):
+        mode = modes[0 if i < high else 1 if i < high + middle else 2]
+        name, eta = mode, None
+        if match := re.fullmatch(r"(constant|constant-remdm|max-capped|max-rescale)-([0-9.]+)", mode):
+            name, eta = match[1], float(match[2])
+        most = (1 - alpha_s) / alpha_t
+        if name in ("pure-posterior", "pure-pc"):
+            value = float(name == "pure-posterior")
+        elif name == "constant" and eta is not None:
+            value = eta
+        elif eta is not None:
+            sigma = {"constant-remdm": eta, "max-capped": min(eta, most), "max-rescale": eta * min(1.0, most)}[name]
+            value = 1 - sigma / (1 - alpha_s)
+        else:
+            raise ValueError(
+                f"Unknown psi mode {mode!r}. Give pure-posterior, pure-pc, constant-ETA, constant-remdm-ETA, "
+                "max-capped-ETA or max-rescale-ETA, with a number for ETA."
+            )
+        values.append(min(max(value, 0.0), 1.0))
+    return values
+
+
+def absorbing_rates(alpha_t: float, alpha_s: float, kappa: float) -> tuple[float, float]:
+    """P(a mask becomes a token of the prediction) and P(a present token becomes a mask), in a step from t to s."""
+    reveal = kappa * (alpha_s - alpha_t) / (1 - alpha_t) + (1 - kappa) * alpha_s
+    return reveal, (1 - kappa) * (1 - alpha_s)
+
+
+def uniform_rates(alpha_t: float, alpha_s: float, vocab_size: int, p_x: torch.Tensor | float):
+    """DUO's posterior as a mixture: P(keep x_t) and P(a uniformly drawn token); the rest is p(x_0 | x_t).
+
+    With a = alpha_t / alpha_s and p_x = p(x_0 = x_t | x_t) the three weights are a (1 - alpha_s) + alpha_t V p_x,
+    (1 - a) (1 - alpha_s) and alpha_s - alpha_t, and their sum is 1 - alpha_t + alpha_t V p_x. So nothing but p_x is
+    needed to choose, and below a (1 - alpha_s) / (1 - alpha_t), its smallest value, keeping is certain without it.
+    """
+    a, pull = alpha_t / alpha_s, alpha_t * vocab_size * p_x
+    total = 1 - alpha_t + pull
+    return (a * (1 - alpha_s) + pull) / total, (1 - a) * (1 - alpha_s) / total
+
+
+def absorbing_step(canvas, denoiser, noise, mask_id, t, alpha_t, alpha_s, kappa, rows_alike=False):
+    """One step of MDLM, or of a psi sampler if kappa < 1: which masks fall does not depend on the prediction."""
+    event, token = noise.positions(canvas.lengths, 2).unbind(-1)
+    reveal, remask = absorbing_rates(alpha_t, alpha_s, kappa)
+    masked = canvas.x == mask_id
+    again = canvas.free & ~masked & (event < remask)
+    wanted = canvas.free & masked & (event < reveal)
+    for rows, columns, weights, total in denoiser(canvas.x, t, wanted, rows_alike):
+        canvas.put(rows, columns, draw(weights, token[rows, columns]), weights, total)
+    canvas.x.masked_fill_(again, mask_id)
+    canvas.confidence.masked_fill_(again, torch.nan)
+
+
+def uniform_step(canvas, denoiser, noise, vocab_size, t, alpha_t, alpha_s, kappa):
+    """One step of DUO, or of a psi sampler if kappa < 1. At most positions the outcome is known without the network."""
+    branch, event, token = noise.positions(canvas.lengths, 3).unbind(-1)
+    random_tokens = (token * vocab_size).long()
+    forward = branch >= kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
+    surely_kept, _ = uniform_rates(alpha_t, alpha_s, vocab_size, 0.0)
+    known = torch.where(forward, event < 1 - alpha_s, event < surely_kept)
+    for rows, columns, weights, total in denoiser(canvas.x, t, canvas.free & ~known):
+        old, random, u, v = (y[rows, columns] for y in (canvas.x, random_tokens, event, token))
+        p_x = weights.gather(1, old[:, None])[:, 0] / total
+        keep, uniform = uniform_rates(alpha_t, alpha_s, vocab_size, p_x)
+        keep_clean, _ = uniform_rates(alpha_t, 1.0, vocab_size, p_x)
+        forward_here = forward[rows, columns]
+        keep = torch.where(forward_here, 1 - alpha_s + alpha_s * keep_clean, keep)  # below 1 - alpha_s it was known
+        uniform = torch.where(forward_here, 0.0, uniform)
+        new = torch.where(u < keep, old, random)
+        predicted = (u >= keep + uniform).nonzero()[:, 0]
+        if len(predicted):
+            new[predicted] = draw(weights[predicted], v[predicted])
+        canvas.put(rows, columns, new, weights, total)
+    noised = canvas.free & forward & known
+    canvas.x = torch.where(noised, random_tokens, canvas.x)
+    canvas.confidence.masked_fill_(noised, torch.nan)
+
+
+def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
+    """ancestral, analytic and psi: N steps along the time grid, then noise removal.
+
+    For the masked process the analytic (score-based) kernel is the ancestral one, so they are one sampler here.
+    """
+    N = settings.num_steps
+    times = time_grid(settings.time_grid, N, settings.psi_fractions)
+    alphas = process.schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
+    kappa = kappas(settings.psi if settings.sampler == "psi" else "pure-posterior", settings.psi_fractions, alphas)
+
+    def at(time):
+        return torch.full((len(canvas.x),), time, device=canvas.x.device)
+
+    def step(time, alpha_t, alpha_s, kappa, rows_alike=False):
+        if hasattr(process, "mask_id"):
+            absorbing_step(canvas, denoiser, noise, process.mask_id, at(time), alpha_t, alpha_s, kappa, rows_alike)
+        else:
+            uniform_step(canvas, denoiser, noise, process.vocab_size, at(time), alpha_t, alpha_s, kappa)
+
+    for i in range(N):
+        step(times[i], alphas[i], alphas[i + 1], kappa[i], i == 0 and canvas.rows_alike())
+        on_step(i, times[i + 1])
+    if settings.noise_removal == "ancestral":
+        step(times[N], alphas[N], 1.0, 1.0)
+    elif settings.noise_removal == "greedy":
+        wanted = canvas.free & process.predicted_positions(canvas.x)
+        for rows, columns, weights, total in denoiser(canvas.x, at(times[N]), wanted):
+            canvas.put(rows, columns, weights.argmax(-1), weights, total)
+    if settings.noise_removal != "none":
+        on_step(N, 0.0)
+
+
+def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, on_step: Callable):
+    """One token a call, in uniformly random order, at the exact random times at which masks fall (2409.02908).
+
+    The masked process without time discretisation: the first of n masks falls when the masked fraction 1 - alpha has
+    shrunk by u^(1/n). As many calls as the row with most masks has masks.
+    """
+    start = torch.ones(len(canvas.x), dtype=noise.dtype, device=canvas.x.device)
+    masked_fraction = 1 - process.schedule.alpha(start)
+    for step in range(canvas.x.shape[1]):
+        masked = canvas.free & (canvas.x == process.mask_id)
+        left = masked.sum(1)
+        if not left.any():
+            break
+        time, place, token = noise.rows(3).unbind(-1)
+        masked_fraction = masked_fraction * time ** (1 / left.clamp_min(1))
+        t = process.schedule.time_of_alpha(1 - masked_fraction)
+        wanted = masked & (masked.cumsum(1) - 1 == (place * left).long()[:, None])
+        for rows, columns, weights, total in denoiser(canvas.x, t, wanted):
+            canvas.put(rows, columns, draw(weights, token[rows]), weights, total)
+        on_step(step, float(t.min()))
+
+
+def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
+    """Unmask the surest positions first: N steps, floor(n t) of a row's n masks left after the step that ends at t.
+
+    A token is drawn at every mask and kept where its score is largest. "confidence": the probability of the drawn
+    token; "margin": of the likeliest less that of the second; "entropy": minus the entropy of the prediction.
+    This is not the law of the diffusion process: it lowers the entropy of the text.
+    """
+    times = time_grid(settings.time_grid, settings.num_steps, settings.psi_fractions)[:-1] + [0.0]
+    num_masks = (canvas.free & (canvas.x == process.mask_id)).sum(1)
+    for i, (t, s) in enumerate(zip(times, times[1:], strict=False)):
+        masked = canvas.free & (canvas.x == process.mask_id)
+        reveal = masked.sum(1) - (num_masks.double() * s).long()
+        token = noise.positions(canvas.lengths, 1)[..., 0]
+        drawn = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
+        score = torch.full(masked.shape, -torch.inf, dtype=noise.dtype, device=masked.device)
+        wanted = masked & (reveal > 0)[:, None]
+        times_t = torch.full((len(masked),), t, device=masked.device)
+        for rows, columns, weights, total in denoiser(canvas.x, times_t, wanted, i == 0 and canvas.rows_alike()):
+            drawn.put(rows, columns, draw(weights, token[rows, columns]), weights, total)
+            score[rows, columns] = score_of(settings.sampler, weights, total, drawn.confidence[rows, columns])
+        rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        chosen = wanted & (rank < reveal[:, None])
+        canvas.x = torch.where(chosen, drawn.x, canvas.x)
+        canvas.confidence = torch.where(chosen, drawn.confidence, canvas.confidence)
+        on_step(i, s)
+
+
+def score_of(sampler: str, weights: torch.Tensor, total: torch.Tensor, confidence: torch.Tensor) -> torch.Tensor:
+    if sampler == "confidence":
+        return confidence.to(total)
+    if sampler == "margin":
+        best = weights.topk(2, dim=-1).values
+        return (best[:, 0] - best[:, 1]) / total
+    return -torch.special.entr(weights / total[:, None].to(weights)).sum(-1).to(total)

@@ -1,0 +1,463 @@
+"""Generative perplexity of text under an autoregressive judge, with the statistics that keep it honest.
+
+Self-contained: `evaluate.load("<folder>/gen_ppl")` copies this one file, so it imports no other file of the package and
+writes one import per line (`evaluate` finds them with a regular expression).
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import math
+import re
+import warnings
+from pathlib import Path
+
+import datasets
+import evaluate
+import numpy as np
+import torch
+import transformers
+
+_DESCRIPTION = """
+Generative perplexity: exp of the token-weighted mean negative log-likelihood of generated text under a judge model
+(GPT-2 Large in most papers), as in the evaluation code of MDLM (arXiv:2406.07524) and DUO (arXiv:2506.10892).
+It is returned together with its standard error, token entropy, diversity, flags for collapsed text, and all settings.
+"""
+
+_KWARGS_DESCRIPTION = """
+Args:
+    predictions: list of `str`, or token ids (list of lists, or a [N, L] array or tensor). Ids are decoded by
+        `tokenizer` with special tokens kept; without it they must be ids of the judge and are scored as they are.
+    model_id (`str`): Hub id or folder of the judge. This and all that follows can also be given to `evaluate.load`.
+    model_revision (`str`): revision of the judge on the Hub.
+    model, model_tokenizer: an already loaded judge instead of `model_id`; it stays on its device, in its dtype.
+    tokenizer: tokenizer of the generating model (object, Hub id or folder), for decoding and for entropy.
+    batch_size (`int`, default 8): windows per call of the judge. Does not change the result.
+    device (`str`): where to load the judge. Default: CUDA, else MPS, else CPU.
+    dtype (`str`, default "float32"): "float32", "bfloat16" or "float16", whatever dtype the checkpoint is stored in.
+    mode (`str`, default "reference"): which tokens count, see the README: "reference", "reference_padded",
+        "first_document" or "all_tokens".
+    max_length (`int`): longer texts are cut to this many judge tokens. Default: the judge's window. If it exceeds the
+        window, a text is scored in consecutive windows that do not see each other.
+    per_sample (`bool`, default False): add the values of every sample under the key "per_sample".
+Returns:
+    dict of plain Python values (see README.md beside this file for every key).
+Raises:
+    ValueError: for no predictions, no judge, a judge without tokenizer, ids outside the vocabulary, bad settings.
+Examples:
+    >>> gen_ppl = evaluate.load("gen_ppl")
+    >>> gen_ppl.compute(predictions=texts, model_id="gpt2-large")["gen_ppl"]
+"""
+
+_CITATION = """
+@inproceedings{sahoo2024simple,
+  title={Simple and Effective Masked Diffusion Language Models},
+  author={Sahoo, Subham Sekhar and Arriola, Marianne and Schiff, Yair and Gokaslan, Aaron and Marroquin, Edgar and
+          Chiu, Justin T and Rush, Alexander and Kuleshov, Volodymyr},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2024}
+}
+"""
+
+MODES = ("reference", "reference_padded", "first_document", "all_tokens")
+SETTINGS = {
+    "model_id": None,
+    "model_revision": None,
+    "model": None,
+    "model_tokenizer": None,
+    "tokenizer": None,
+    "batch_size": 8,
+    "device": None,
+    "dtype": "float32",
+    "mode": "reference",
+    "max_length": None,
+    "per_sample": False,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEW_SAMPLES = 64
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]+")  # one CJK character is one word
+DEFAULT_WINDOW = 1024  # of GPT-2; for judges whose config names no maximal length
+
+
+class Judge:
+    """The scoring model with its tokenizer.
+
+    Attributes: model, tokenizer, name (id or path), revision (commit, "sha256:..." of local weights, or None),
+    dtype (name), vocab_size, window (int, longest input), eos_id (int or None).
+    """
+
+    def __init__(self, model, tokenizer, revision=None):
+        self.model, self.tokenizer = model, tokenizer
+        self.name = model.config._name_or_path or type(model).__name__
+        # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError(
+                f"The tokenizer of the judge {self.name!r} knows special tokens only, so its files are missing. "
+                "Save the tokenizer beside the model or pass `model_tokenizer`."
+            )
+        self.revision = revision or getattr(model.config, "_commit_hash", None)
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.window = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
+        eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else model.config.eos_token_id
+        self.eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+
+    @classmethod
+    def load(cls, model_id, revision, tokenizer, device, dtype):
+        """Load a judge for scoring; the arguments are those of `GenPPL`."""
+        if tokenizer is None or isinstance(tokenizer, str):
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer or model_id, revision=revision)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"No tokenizer could be loaded for the judge {model_id!r}: {error} Save the tokenizer beside the "
+                    "model or pass `model_tokenizer`."
+                ) from error
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
+        return cls(model.to(device).eval(), tokenizer, revision=_weights_digest(model_id))
+
+    @torch.no_grad()
+    def nll(self, windows: list[list[int]], batch_size: int) -> list[torch.Tensor]:
+        """Negative log-likelihood in nats of tokens 2, 3, ... of every window, float64 [len - 1] each.
+
+        Windows of similar length share a batch. Padding is on the right of a causal model, hence without influence.
+        """
+        results: list[torch.Tensor] = [torch.zeros(0, dtype=torch.float64)] * len(windows)
+        order = sorted((i for i in range(len(windows)) if len(windows[i]) > 1), key=lambda i: -len(windows[i]))
+        batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        device, was_training = self.model.device, self.model.training
+        self.model.eval()
+        for batch in evaluate.utils.logging.tqdm(batches, desc="Gen.-PPL", unit="batch", delay=5, leave=False):
+            lengths = [len(windows[i]) for i in batch]
+            ids = torch.zeros(len(batch), lengths[0], dtype=torch.long)
+            for row, i in enumerate(batch):
+                ids[row, : lengths[row]] = torch.tensor(windows[i])
+            mask = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]
+            ids, mask = ids.to(device), mask.long().to(device)
+            with torch.autocast(device.type, enabled=False):  # the record promises the judge's own dtype
+                logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            for row, i in enumerate(batch):  # one row at a time: [L, V] in float32 is large enough
+                scores = logits[row, : lengths[row] - 1].float()
+                loss = torch.nn.functional.cross_entropy(scores, ids[row, 1 : lengths[row]], reduction="none")
+                results[i] = loss.cpu().double()
+        self.model.train(was_training)
+        return results
+
+
+def _weights_digest(model_id: str) -> str | None:
+    """Digest of the weights in a local folder as "sha256:...", None for a Hub id (which has a commit instead)."""
+    files = sorted(Path(model_id).glob("*.safetensors"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def token_weights(ids: list[int], eos_id: int | None, mode: str) -> torch.Tensor:
+    """Which tokens of a window count: float64 [len - 1] of 0 and 1, for tokens 2, 3, ... (the first has no prediction).
+
+    The reference modes count every non-EOS token and the first EOS of the window, as the metrics of kuleshov-group/mdlm
+    and s-sahoo/duo do. An EOS at position 0, with which packed training rows begin, is that first one.
+    """
+    if mode.startswith("reference"):
+        is_eos = torch.tensor(ids, dtype=torch.long) == eos_id
+        return (~is_eos | (is_eos.cumsum(0) == 1))[1:].double()
+    return torch.ones(max(len(ids) - 1, 0), dtype=torch.float64)
+
+
+def first_document(ids: list[int], eos_id: int | None) -> list[int]:
+    """The ids from the last leading EOS to the first EOS after text, both included."""
+    start = next((i for i, token in enumerate(ids) if token != eos_id), len(ids))
+    end = next((i for i in range(start, len(ids)) if ids[i] == eos_id), len(ids))
+    return ids[max(start - 1, 0) : end + 1]
+
+
+def unigram_entropy(tokens: list) -> float:
+    """Entropy in nats of the empirical distribution of the tokens; 0 for none."""
+    counts = np.unique(np.array(tokens), return_counts=True)[1]
+    p = counts / max(len(tokens), 1)
+    return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def ngram_codes(ids: list[int], n: int) -> np.ndarray:
+    """One 64-bit code per run of n ids, equal for equal runs (and, but for chance near 1e-6 per set, only for those)."""
+    row = np.array(ids, dtype=np.uint64)
+    codes = np.zeros(max(len(row) - n + 1, 0), dtype=np.uint64)
+    for i in range(n):
+        codes = codes * np.uint64(0x9E3779B97F4A7C15) + row[i : i + len(codes)]
+    return codes
+
+
+def diversity(rows: list[list[int]]) -> dict[str, float]:
+    """Statistics of token ids, one list per sample.
+
+    entropy: unigram entropy in nats within a sample, mean over samples (an empty sample has 0); pooled_entropy: of all
+    samples together; distinct_n: distinct n-grams of the whole set per n-gram; rep_n: share of n-grams of a sample that
+    repeat an earlier one of the same sample, mean over the samples that have any.
+    """
+    result = {
+        "entropy": float(np.mean([unigram_entropy(row) for row in rows])),
+        "pooled_entropy": unigram_entropy([token for row in rows for token in row]),
+    }
+    for n in (1, 2, 3):
+        codes = np.concatenate([ngram_codes(row, n) for row in rows])
+        result[f"distinct_{n}"] = len(np.unique(codes)) / max(len(codes), 1)
+    for n in (2, 3, 4):
+        repeated = [1 - len(np.unique(codes)) / len(codes) for row in rows if len(codes := ngram_codes(row, n))]
+        result[f"rep_{n}"] = float(np.mean(repeated)) if repeated else 0.0
+    return result
+
+
+def perplexity(nll: list[float], num_tokens: list[int]) -> tuple[float | None, float | None]:
+    """exp(sum nll / sum num_tokens) over samples, and its standard error.
+
+    The error is that of a ratio of two means (delta method); None for one sample. Both are None if no token counts.
+    """
+    s, n = np.array(nll), np.array(num_tokens, dtype=np.float64)
+    if n.sum() == 0:
+        return None, None
+    mean = s.sum() / n.sum()
+    value = float(np.exp(mean))
+    if len(s) == 1:
+        return value, None
+    variance = len(s) / (len(s) - 1) * ((s - mean * n) ** 2).sum() / n.sum() ** 2
+    return value, float(value * np.sqrt(variance))
+
+
+def words(text: str) -> list[str]:
+    """Words and runs of punctuation; characters where there are next to no word boundaries."""
+    found = _WORD.findall(text)
+    return found if sum(map(len, found)) <= 20 * len(found) else [c for c in text if not c.isspace()]
+
+
+def copied_share(row: list[str], counts: collections.Counter) -> float:
+    """Share of the words of a sample that lie in a run of four which `counts` has at least twice."""
+    copied = np.zeros(len(row), dtype=bool)
+    for i, gram in enumerate(fourgrams(row)):
+        if counts[gram] > 1:
+            copied[i : i + 4] = True
+    return float(copied.mean())
+
+
+def fourgrams(row: list[str]) -> list[tuple]:
+    """Runs of four words, the same forwards and backwards, so that a mirrored text counts as a copy."""
+    return [min(gram, gram[::-1]) for gram in zip(row, row[1:], row[2:], row[3:], strict=False)]
+
+
+def degeneracy(texts: list[str]) -> list[str]:
+    """Why a set of samples is no evidence for a good model, whatever its perplexity; empty for honest text.
+
+    Repetition is cheap under a judge (arXiv:2606.08417): cycles, mirrored halves, cloned rows, phrase banks. Works on
+    words because subword ids depend on the tokenizer, and on at most 64 distinct samples because copies between
+    samples of real text grow with their number. The README says how the thresholds were found.
+    """
+    reasons = []
+    empty = sum(not text.strip() for text in texts) / len(texts)
+    if empty >= 0.5:
+        reasons.append(f"empty: {empty:.0%} of the samples hold no text")
+    distinct = sorted(set(texts))  # sorted: the flags must not depend on the order of the samples
+    if len(texts) > 1 and len(distinct) <= 0.5 * len(texts):
+        reasons.append(f"cloned rows: {len(distinct)} distinct samples of {len(texts)}")
+    rows = [row for row in map(words, distinct) if len(row) >= 20]
+    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), 64)).astype(int)]
+    if not rows:
+        return reasons
+    own = [collections.Counter(fourgrams(row)) for row in rows]
+    repetitive = np.mean([copied_share(row, counts) >= 0.98 for row, counts in zip(rows, own, strict=True)])
+    if repetitive >= 1 / 3:
+        reasons.append(f"repetition: {repetitive:.0%} of the samples consist of runs of words that recur within them")
+    if len(rows) >= 4:  # one page of a table or of a reference manual may look like anything
+        pooled = collections.Counter(gram for row in rows for gram in fourgrams(row))
+        copied = np.mean([copied_share(row, pooled) for row in rows])
+        if copied >= 0.9:
+            reasons.append(f"phrase bank: {copied:.0%} of the words lie in runs of four that recur in the set")
+        spread = np.mean([unigram_entropy(row) / math.log(len(row)) for row in rows])
+        if spread <= 0.45:
+            reasons.append(f"low entropy: {spread:.0%} of that of a text in which no word recurs")
+    return reasons
+
+
+def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], list[list[int]], list[list[int]] | None]:
+    """The texts, their ids for the judge, and their ids for the generating model (None if its tokenizer is unknown).
+
+    predictions: N strings or N lists of ids, of the judge's vocabulary if `tokenizer` is None.
+    """
+    if isinstance(predictions[0], str):
+        texts = predictions
+        own_rows = None if tokenizer is None else tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    else:
+        size = judge.vocab_size if tokenizer is None else len(tokenizer)
+        _check_ids(predictions, size, "judge" if tokenizer is None else "tokenizer")
+        if tokenizer is None:
+            return judge.tokenizer.batch_decode(predictions, clean_up_tokenization_spaces=False), predictions, None
+        own_rows = predictions
+        if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id, tokenizer.mask_token_id):
+            own_rows = [strip(row, tokenizer.pad_token_id) for row in own_rows]
+        texts = tokenizer.batch_decode(own_rows, clean_up_tokenization_spaces=False)
+    if tokenizer is not None and tokenizer.eos_token and judge.tokenizer.eos_token:
+        texts = [text.replace(tokenizer.eos_token, judge.tokenizer.eos_token) for text in texts]
+    judge_rows = judge.tokenizer(texts, verbose=False)["input_ids"]
+    _check_ids(judge_rows, judge.vocab_size, "judge")
+    return texts, judge_rows, own_rows
+
+
+def _check_ids(rows: list[list[int]], size: int, owner: str) -> None:
+    low, high = min((min(row) for row in rows if row), default=0), max((max(row) for row in rows if row), default=0)
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"Token ids lie between {low} and {high}, but the vocabulary of the {owner} has {size} entries. Pass the "
+            "tokenizer that belongs to the ids (`tokenizer`) and to the judge (`model_tokenizer`), and unmask all positions."
+        )
+
+
+def strip(ids: list[int], pad_id: int) -> list[int]:
+    """ids without the padding at either end."""
+    kept = [i for i, token in enumerate(ids) if token != pad_id]
+    return ids[kept[0] : kept[-1] + 1] if kept else []
+
+
+class GenPPL(evaluate.Metric):
+    """Generative perplexity as an `evaluate` metric; the judge stays loaded between computes.
+
+    All settings of `compute` (see its documentation) can be given here instead, which `evaluate.combine` needs.
+    """
+
+    def __init__(self, config_name: str | None = None, **kwargs):
+        self._settings = {name: kwargs.pop(name, default) for name, default in SETTINGS.items()}
+        super().__init__(config_name, **kwargs)
+        self._check(self._settings)
+        self._judge_key, self._judge = None, None
+
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_KWARGS_DESCRIPTION,
+            features=[
+                datasets.Features({"predictions": datasets.Value("string")}),
+                datasets.Features({"predictions": datasets.Sequence(datasets.Value("int64"))}),
+            ],
+            codebase_urls=["https://github.com/kuleshov-group/mdlm", "https://github.com/s-sahoo/duo"],
+            reference_urls=["https://arxiv.org/abs/2406.07524", "https://arxiv.org/abs/2506.10892"],
+        )
+
+    @staticmethod
+    def _check(settings):
+        unknown = sorted(set(settings) - set(SETTINGS))
+        if unknown:
+            raise ValueError(f"Unknown settings {unknown}. Use some of {sorted(SETTINGS)}.")
+        if settings["mode"] not in MODES:
+            raise ValueError(f"mode is {settings['mode']!r}. Use one of {MODES}.")
+        if settings["dtype"] not in DTYPES:
+            raise ValueError(f"dtype is {settings['dtype']!r}. Use one of {tuple(DTYPES)}.")
+        for name, smallest in (("batch_size", 1), ("max_length", 2)):
+            value = settings[name]
+            if value is not None and (not isinstance(value, int) or value < smallest):
+                raise ValueError(f"{name} is {value!r}. Use an integer of at least {smallest}.")
+
+    def add_batch(self, *, predictions=None, references=None, **kwargs):
+        """Add generated texts (list of str) or token ids (lists, array or tensor) to what `compute` will score."""
+        if isinstance(predictions, str):
+            raise ValueError("predictions is a single string. Use a list of strings.")
+        if hasattr(predictions, "tolist"):
+            predictions = predictions.tolist()
+        predictions = [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
+        if not predictions:
+            raise ValueError("predictions is empty. Gen.-PPL needs at least one sample (an empty string is one).")
+        super().add_batch(predictions=predictions, **kwargs)
+
+    def compute(self, *, predictions=None, references=None, **kwargs):
+        """Score the predictions given here and by `add_batch`; None on all but the main process."""
+        if predictions is None and self.writer is None:
+            raise ValueError("There is nothing to score. Pass predictions or call add_batch first.")
+        self._check({**self._settings, **kwargs})  # before anything is written
+        return super().compute(predictions=predictions, **kwargs)
+
+    def _load_judge(self, settings) -> Judge:
+        if settings["model"] is not None:
+            if not callable(settings["model_tokenizer"]):
+                raise ValueError("model is given without model_tokenizer. Pass the tokenizer of the judge as well.")
+            return Judge(settings["model"], settings["model_tokenizer"], settings["model_revision"])
+        if settings["model_id"] is None:
+            raise ValueError('No judge is given. Pass model_id, such as "gpt2-large", or model and model_tokenizer.')
+        device = settings["device"] or (
+            "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        )
+        key = (settings["model_id"], settings["model_revision"], settings["model_tokenizer"], device, settings["dtype"])
+        if key != self._judge_key:
+            dtype = DTYPES[settings["dtype"]]
+            self._judge = Judge.load(settings["model_id"], settings["model_revision"], key[2], device, dtype)
+            self._judge_key = key
+        return self._judge
+
+    def _compute(self, *, predictions, **kwargs):
+        settings = {**self._settings, **kwargs}
+        judge = self._load_judge(settings)
+        tokenizer, mode = settings["tokenizer"], settings["mode"]
+        max_length = settings["max_length"] or judge.window
+        if isinstance(tokenizer, str):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+
+        texts, judge_rows, own_rows = tokenize(list(predictions), judge, tokenizer)
+        cut_rows = [row[:max_length] for row in judge_rows]
+        scored_rows = cut_rows
+        if mode == "first_document":
+            scored_rows = [first_document(row, judge.eos_id) for row in cut_rows]
+        elif mode == "reference_padded" and judge.eos_id is not None:
+            longest = max(map(len, cut_rows))
+            scored_rows = [row + [judge.eos_id] * (len(row) < longest) for row in cut_rows]
+        windows, owner = [], []
+        for i, row in enumerate(scored_rows):
+            for start in range(0, len(row), judge.window):
+                windows.append(row[start : start + judge.window])
+                owner.append(i)
+        nll, num_tokens = [0.0] * len(texts), [0] * len(texts)
+        for i, window, loss in zip(owner, windows, judge.nll(windows, settings["batch_size"]), strict=True):
+            weights = token_weights(window, judge.eos_id, mode)
+            nll[i] += float((loss * weights).sum())
+            num_tokens[i] += int(weights.sum())
+        if not all(map(math.isfinite, nll)):
+            raise ValueError(f"The judge {judge.name!r} gives non-finite values in {judge.dtype}. Use dtype='float32'.")
+
+        rows = cut_rows if own_rows is None else own_rows
+        gen_ppl, standard_error = perplexity(nll, num_tokens)
+        reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts])
+        num_truncated = sum(len(row) > max_length for row in judge_rows)
+        notes = []
+        if len(texts) < FEW_SAMPLES:
+            notes.append(f"Only {len(texts)} samples: look at gen_ppl_se, and use hundreds for a figure to report.")
+        if num_truncated:
+            notes.append(f"{num_truncated} of {len(texts)} samples were cut to max_length = {max_length} judge tokens.")
+        for note in notes + reasons:
+            warnings.warn(f"gen_ppl: {note}", stacklevel=2)
+        record = {
+            "gen_ppl": gen_ppl,
+            "gen_ppl_se": standard_error,
+            **diversity(rows),
+            "entropy_tokenizer": "judge" if own_rows is None else "model",
+            "distinct_rows": len(set(texts)) / len(texts),
+            "num_samples": len(texts),
+            "num_tokens": sum(num_tokens),
+            "num_empty": sum(not row for row in judge_rows),
+            "num_truncated": num_truncated,
+            "degenerate": bool(reasons),
+            "degenerate_reasons": reasons,
+            "warnings": notes,
+            "judge_id": judge.name,
+            "judge_revision": judge.revision,
+            "mode": mode,
+            "dtype": judge.dtype,
+            "max_length": max_length,
+            "window": judge.window,
+            "versions": {module.__name__: module.__version__ for module in (torch, transformers, datasets, evaluate)},
+        }
+        if settings["per_sample"]:
+            record["per_sample"] = [
+                {"nll": nll[i], "num_tokens": num_tokens[i], "entropy": unigram_entropy(rows[i])}
+                for i in range(len(texts))
+            ]
+        return record

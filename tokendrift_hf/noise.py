@@ -1,0 +1,58 @@
+"""Corruption noise as a pure function of (seed, step, position of the row): no state, hence nothing to restore.
+
+The same run on one or several processes, or resumed, sees the same noise; evaluation cannot disturb it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TRAIN, EVALUATE = 0, 1  # the two streams of noise
+GOLDEN_RATIO = 0.6180339887498949
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What corrupting B rows of L tokens takes.
+
+    Attributes:
+        time: ``[B]``, uniform in [0, 1); turned into t by the caller.
+        uniforms: ``[B, L]`` in [0, 1): which positions are corrupted.
+        random_tokens: ``[B, L]``, ids drawn uniformly from the whole vocabulary.
+        order: ``[B, L]``, uniform in [0, 1): the S largest choose S positions at random.
+    """
+
+    time: Tensor
+    uniforms: Tensor
+    random_tokens: Tensor
+    order: Tensor
+
+
+def row_noise(key: tuple[int, ...], rows: range, length: int, vocab_size: int) -> Noise:
+    """The noise of the rows at the global positions `rows`; row i depends on (`key`, i, length) alone.
+
+    Args:
+        key: whole numbers >= 0 that name the draw, such as (seed, stream, optimizer step, micro-step).
+        rows: positions of the rows in the global batch or the data set.
+        length: L.
+        vocab_size: V.
+    """
+    time = np.empty(len(rows))
+    uniforms, order = np.empty((2, len(rows), length))
+    tokens = np.empty((len(rows), length), dtype=np.int64)
+    for i, row in enumerate(rows):
+        generator = np.random.default_rng((*key, row))
+        time[i] = generator.random()
+        uniforms[i] = generator.random(length)
+        tokens[i] = generator.integers(vocab_size, size=length)
+        order[i] = generator.random(length)
+    return Noise(*(torch.from_numpy(x) for x in (time, uniforms, tokens, order)))
+
+
+def spread_times(rows: range) -> Tensor:
+    """Uniforms in [0, 1) for the rows of a data set that cover it evenly, whatever the batch size: frac(i * phi)."""
+    return (torch.arange(rows.start, rows.stop, dtype=torch.float64) * GOLDEN_RATIO) % 1

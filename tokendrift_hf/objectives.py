@@ -1,0 +1,174 @@
+"""What the drift field is turned into: the feature loss and the two mirror-teacher losses of the TokenDrift paper.
+
+Each function takes the rows of its own process and returns ``(loss, statistics)``, statistics being detached scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .lift import predicted_rows
+
+
+def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """L = 1/(2B) sum_i |h_i - sg(h_i + alpha V_i)|^2, section 3.3. Its gradient with respect to h is -alpha V / B.
+
+    The value is alpha^2/2 times the mean square norm of V, whatever the progress: watch the un-normalised diagnostics.
+
+    Args:
+        features: h, ``[B, m]``, with a graph to the logits.
+        field: V, ``[B, m]``.
+        drift_scale: alpha > 0.
+
+    Returns:
+        The loss, and ``field_rms`` = sqrt(mean_i |V_i|^2).
+
+    Raises:
+        ValueError: shapes that differ, ``drift_scale`` not positive.
+    """
+    _check_field(features, field)
+    if not drift_scale > 0:
+        raise ValueError(f"drift_scale must be positive, got {drift_scale!r}.")
+    h = features.to(torch.promote_types(features.dtype, torch.float32))
+    field = field.detach().to(h.dtype)
+    # h - sg(h + alpha V), in the order of summation that leaves the gradient exact.
+    residual = (h - h.detach()) - drift_scale * field
+    loss = 0.5 * residual.square().sum(dim=-1).mean()
+    return loss, {"field_rms": field.square().sum(dim=-1).mean().sqrt()}
+
+
+def mirror_loss(
+    logits: Tensor,
+    features: Tensor,
+    field: Tensor,
+    predicted: Tensor,
+    *,
+    divergence: str,
+    step_size: float | None = None,
+    eta: float | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    chunk_size: int = 512,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mirror teacher, section 3.4: match the distribution that one exponentiated-gradient step along V would give.
+
+    g = grad_l <h(l), sg V>, l* = sg(l + eta g), p* = softmax(l*); the loss is 1/B sum_i sum_{t in M_i} of
+    KL(p*_t || p_t) or of |l*_t - l_t|^2. Its gradient with respect to l is (p - p*)/B or 2 (l - l*)/B at the predicted
+    positions, 0 elsewhere.
+
+    The gradient of a mean-pooled feature shrinks as 1/L, so a fixed eta means another step at every length.
+    ``step_size`` sets eta so that
+
+        sqrt(mean over predicted positions of |eta g_t|_2^2) = step_size * sqrt(mean_i |V_i|^2),
+
+    the length of the whole logit vector's step at a typical position. A per-element RMS would depend on the vocabulary,
+    almost all of the gradient's entries being nearly 0. The right-hand factor is near 1 by the normalisation of the
+    field, and keeps the fixed point: if V vanishes, so does the step.
+
+    Consumes the graph from ``features`` to ``logits``; the one behind ``logits`` stays. The ``[B, L, V]`` tensors held
+    are the logits and g, which turns into the gradient in place; so backward can run once.
+
+    Args:
+        logits: l, ``[B, L, V]``, part of the graph of ``features``. Columns of -inf or -1e6 are safe.
+        features: h, ``[B, m]`` (or ``[B * S, m]`` for S features a sample).
+        field: V, like the features.
+        predicted: M, ``[B, L]`` bool. A row with nothing predicted contributes 0.
+        divergence: ``"kl"`` or ``"mse"``.
+        step_size: see above; > 0. Give either this or ``eta``.
+        eta: the paper's raw eta > 0.
+        reduce: sums a small vector over all processes, so that every process takes the same eta; None for one process.
+        chunk_size: positions at a time.
+
+    Returns:
+        The loss, and ``mirror_eta`` with ``mirror_step_rms`` = the left-hand side above.
+
+    Raises:
+        ValueError: shapes that do not fit, neither or both of step_size and eta, one that is not positive, an unknown
+            divergence, features that do not depend on the logits.
+    """
+    _check_field(features, field)
+    if divergence not in ("kl", "mse"):
+        raise ValueError(f"divergence must be 'kl' or 'mse', got {divergence!r}.")
+    if (step_size is None) == (eta is None) or not (step_size if eta is None else eta) > 0:
+        raise ValueError(f"Give one positive number, step_size or eta; got step_size={step_size!r}, eta={eta!r}.")
+    rows = predicted_rows(logits, predicted)
+    g = _logit_gradient(logits, features, field)
+
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    g_norm = torch.linalg.vector_norm(g, dim=-1, dtype=dtype).flatten()[rows]
+    field = field.detach().to(dtype)
+    counts = g_norm.new_tensor([len(rows), len(field)])
+    totals = torch.cat([torch.stack([g_norm.square().sum(), field.square().sum()]), counts])
+    if reduce is not None:
+        totals = reduce(totals)
+    g_rms, field_rms = (totals[:2] / totals[2:].clamp(min=1)).sqrt()
+    if eta is None:
+        eta_ = torch.where(g_rms > 0, step_size * field_rms / g_rms, torch.zeros_like(g_rms))
+    else:
+        eta_ = torch.full_like(g_rms, eta)
+    loss = _MirrorLoss.apply(logits, g, rows, eta_, divergence, chunk_size)
+    return loss, {"mirror_eta": eta_, "mirror_step_rms": eta_ * g_rms}
+
+
+def _check_field(features: Tensor, field: Tensor) -> None:
+    if features.dim() != 2 or features.shape != field.shape:
+        raise ValueError(
+            f"Need features and field of one shape [B, m], got {list(features.shape)} and {list(field.shape)}. "
+            "With gathered features, take the field's rows of this process."
+        )
+
+
+def _logit_gradient(logits: Tensor, features: Tensor, field: Tensor) -> Tensor:
+    """g = grad_logits <h, sg V>, in memory of its own."""
+    # clone: for some graphs autograd hands back its own input, and g is overwritten later.
+    v = field.detach().to(features.dtype, copy=True)
+    g = None
+    if features.requires_grad and logits.requires_grad:
+        (g,) = torch.autograd.grad(features, logits, grad_outputs=v, allow_unused=True)
+    if g is None:
+        raise ValueError("features do not depend on logits: compute them from these logits with gradients enabled.")
+    return g.contiguous()
+
+
+class _MirrorLoss(torch.autograd.Function):
+    """Value and gradient in one pass over chunks of positions; the gradient replaces g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, g: Tensor, rows: Tensor, eta: Tensor, divergence: str, chunk_size: int
+    ) -> Tensor:
+        batch_size, vocab_size = logits.shape[0], logits.shape[-1]
+        flat, flat_g = logits.reshape(-1, vocab_size), g.view(-1, vocab_size)
+        loss = torch.zeros_like(eta)
+        unpredicted = torch.ones(len(flat), dtype=torch.bool, device=rows.device)
+        unpredicted[rows] = False
+        flat_g.masked_fill_(unpredicted[:, None], 0)
+        for chunk in rows.split(chunk_size):
+            step = eta * flat_g[chunk].to(eta.dtype)
+            if divergence == "kl":
+                ell = flat[chunk].to(eta.dtype)
+                log_z = torch.logsumexp(ell, dim=-1, keepdim=True)
+                p = (ell - log_z).exp()
+                # log(p*/p) without log p* - log p: finite where p = 0, right for small steps, 0 for none.
+                log_ratio = step - (torch.logsumexp(ell + step, dim=-1, keepdim=True) - log_z)
+                p_star = (ell - log_z + log_ratio).exp()
+                gradient = torch.where(log_ratio < 1, -p * torch.expm1(log_ratio), p - p_star)
+                # KL = sum p* log(p*/p) - (p* - p): the second term sums to 0 and cancels the first order.
+                loss += (p_star * log_ratio + gradient).sum()
+            else:
+                loss += step.square().sum()
+                gradient = -2 * step
+            flat_g[chunk] = (gradient / batch_size).to(g.dtype)
+        ctx.save_for_backward(g)
+        return loss / batch_size
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        # In place to hold one [B, L, V] less; autograd raises if a retained graph is run a second time.
+        return gradient.mul_(grad_loss), None, None, None, None, None
