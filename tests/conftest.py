@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=tempfile.mkdtemp(prefix="tokendrift-tests-"), TOKENIZERS_PARALLELISM="0")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -109,3 +110,36 @@ def run_python(code: str, cwd: Path, **kwargs) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
+
+
+@pytest.fixture(scope="session")
+def text_model():
+    """A tiny MDLM of length 16 for the quickstart's tokenizer, and that tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(FIXTURES.parents[1] / "recipes/quickstart/tokenizer")
+    return tiny_model("mdlm", vocab_size=len(tokenizer) + 1), tokenizer
+
+
+@pytest.fixture(scope="session")
+def text_judge(text_model):
+    """The arguments of `GenPPL` for a tiny judge of the same tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = text_model[1]
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    return {"model": GPT2LMHeadModel(config).eval(), "model_tokenizer": tokenizer}
+
+
+@pytest.fixture(scope="session")
+def text_files(text_model, text_judge, tmp_path_factory) -> Path:
+    """A folder with the two tiny models (base, judge) and a short corpus of real text (corpus.jsonl)."""
+    folder = tmp_path_factory.mktemp("text")
+    model, tokenizer = text_model
+    for name, saved in (("base", model), ("judge", text_judge["model"])):
+        saved.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    documents = [json.dumps({"text": textwrap.dedent(f.__doc__)}) for f in (json.dumps, json.loads, textwrap.wrap)] * 3
+    (folder / "corpus.jsonl").write_text("\n".join(documents))
+    return folder

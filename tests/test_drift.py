@@ -231,6 +231,15 @@ def test_every_temperature_counts_alike_and_the_field_has_at_most_rms_one(kernel
     assert float(together.square().sum(dim=-1).mean()) <= 1
 
 
+@pytest.mark.parametrize("eps", [1e-2, 1.0])
+def test_eps_is_relative_to_the_pull_before_the_subtraction(eps):
+    """One anchor at 0, u and v orthogonal: V = A (u - v), of norm sqrt(2) A, and pull = 2 A, whatever A is."""
+    for size in (1.0, 3.0):
+        u, v = size * torch.tensor([[1.0, 0.0]]), size * torch.tensor([[0.0, 1.0]])
+        norm = drift_field(torch.zeros(1, 2), u, v, temperatures=[0.02], eps=eps).field.norm()
+        assert float(norm) == pytest.approx(math.sqrt(2 / (2 + 4 * eps**2)), rel=1e-6)
+
+
 def test_effective_references_counts_from_one_to_all():
     h, u = torch.zeros(1, 2), torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
     all_alike = drift_field(h, u, torch.tensor([[0.0, -1.0]]))

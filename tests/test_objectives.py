@@ -376,6 +376,17 @@ def test_float32_is_right_for_small_steps_and_finite_for_absurd_ones(divergence,
     torch.testing.assert_close(loss, expected_loss, rtol=1e-3, atol=0)
 
 
+def test_a_step_from_probability_zero_to_one_is_finite_in_float32():
+    """p = (1, e^-100), eta g = (0, 300): the teacher is (0, 1), though exp(log p*/p) overflows."""
+    logits = torch.tensor([[[0.0, -100.0]]], requires_grad=True)
+    field, predicted = torch.tensor([[0.0, 1.0]]), torch.ones(1, 1, dtype=torch.bool)
+    loss, _ = mirror_loss(logits, logits.view(1, 2), field, predicted, divergence="kl", eta=300.0)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert float(loss.detach()) == pytest.approx(100.0)
+    torch.testing.assert_close(grad, torch.tensor([[[1.0, -1.0]]]))
+    assert field.tolist() == [[0.0, 1.0]], "here autograd hands the field itself back as g"
+
+
 @pytest.mark.parametrize("objective", ["feature", *DIVERGENCES])
 def test_gradient_under_bfloat16_autocast_is_within_one_percent_of_float64(objective):
     """The encoder's products run in bf16; lift, field and objective must not add to that error."""

@@ -40,13 +40,13 @@ class CleanCollator:
         low, high = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
-                f"Token ids run from {low} to {high}, but the model knows 0 to {self.vocab_size - 1}. Use the tokenizer "
-                "that the model was trained with."
+                f"Token ids run from {low} to {high}, but the model knows 0 to {self.vocab_size - 1}. Use the "
+                "tokenizer that the model was trained with."
             )
         if self.mask_id is not None and any(bool((x == self.mask_id).any()) for x in ids):
             raise ValueError(
-                f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place in "
-                "clean text. Check that the tokenizer has no such token."
+                f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place "
+                "in clean text. Check that the tokenizer has no such token."
             )
         batch = {"input_ids": _padded(ids, 0)}
         masks = [

@@ -84,7 +84,7 @@ class DriftConfig(TrainingArguments):
     feature_pooling: str = field(
         default="mean", metadata={"help": "mean: one feature a sequence; tokens: one a position (feature_tokens)."}
     )
-    feature_tokens: int = field(default=16, metadata={"help": "Positions drawn per sequence if feature_pooling=tokens."})
+    feature_tokens: int = field(default=16, metadata={"help": "Positions a sequence, with feature_pooling=tokens."})
     encoder_timestep: float = field(
         default=0.0, metadata={"help": "Diffusion time that a time-conditioned encoder is told, in [0, 1]."}
     )

@@ -90,8 +90,8 @@ class DriftTrainer(Trainer):
             raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a split "
-                "frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
+                "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a "
+                "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
             )
         has_adapters = hasattr(model, "peft_config")
         base = model.get_base_model() if has_adapters else model
@@ -132,7 +132,7 @@ class DriftTrainer(Trainer):
         self.ema = None
         if args.ema_decay is not None:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError("ema_decay is not supported with FSDP or DeepSpeed, which split or replace the weights.")
+                raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
             self.ema = WeightEMA(self.model, args.ema_decay)
             self.add_callback(_UpdateEMA(self))
         _warn_of_half_precision(self.model)
@@ -408,16 +408,17 @@ def _check_vocabulary(encoder: FrozenEncoder, vocab_size: int) -> None:
     rows = len(encoder.embedding)
     if rows not in (vocab_size, vocab_size - 1):
         raise ValueError(
-            f"The encoder embeds {rows} ids and the model predicts {vocab_size}. They must share a tokenizer (the encoder "
-            "may lack the last id, the mask)."
+            f"The encoder embeds {rows} ids and the model predicts {vocab_size}. They must share a tokenizer (the "
+            "encoder may lack the last id, the mask)."
         )
 
 
 def _warn_of_half_precision(model) -> None:
-    halves = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
+    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+    halves = [str(dtype) for dtype in (torch.float16, torch.bfloat16) if dtype in trainable]
     if halves:
         logger.warning(
             "The trainable weights are %s: small updates will be lost to rounding. Load the model with "
             "dtype=torch.float32 and set bf16=True instead.",
-            ", ".join(sorted(halves)),
+            ", ".join(halves),
         )

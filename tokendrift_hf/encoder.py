@@ -62,14 +62,14 @@ class FrozenEncoder:
                 checkpointing (the recomputation in backward would run with adapters) or with dropout.
         """
         if not hasattr(model, "disable_adapter"):
-            raise ValueError("encoder='base' needs adapters: pass a peft_config, or leave encoder out for a frozen copy.")
+            raise ValueError("encoder='base' needs adapters: pass a peft_config, or leave encoder out for a copy.")
         dropouts = {name: module.p for name, module in model.named_modules() if getattr(module, "p", 0)}
         if model.config.dropout or dropouts:
             found = ", ".join(f"{name}.p={p}" for name, p in list(dropouts.items())[:3])
             raise ValueError(
                 f"encoder='base' shares its modules with the student, whose dropout would reach the encoder (model "
-                f"dropout={model.config.dropout}, adapters: {found or 'none'}). Set config.dropout=0 and lora_dropout=0, "
-                "or leave encoder out for a frozen copy."
+                f"dropout={model.config.dropout}, adapters: {found or 'none'}). Set config.dropout=0 and "
+                "lora_dropout=0, or leave encoder out for a frozen copy."
             )
         if getattr(model, "is_activation_checkpointing", False) or getattr(model, "is_gradient_checkpointing", False):
             raise ValueError(

@@ -113,7 +113,7 @@ class Denoiser:
         present: positions that exist, bool [B, L]; None: all.
         temperature, top_k, top_p: see `control`.
         dtype: in which probabilities and draws are computed. The exponentials keep the precision of the logits.
-        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (512 MiB on an accelerator).
+        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB).
 
     Attributes:
         num_calls: network calls made. A batch too large for one call still counts as one: it is a number per row.

@@ -9,8 +9,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput, logging
 
+from .canvas_tokendrift import Texts, prompted, unprompted
 from .denoiser_tokendrift import Denoiser, Noise
-from .samplers_tokendrift import ORDERED, Canvas, denoise, first_hitting, ordered
+from .samplers_tokendrift import ORDERED, denoise, first_hitting, ordered
 
 logger = logging.get_logger(__name__)
 
@@ -114,6 +115,10 @@ class DiffusionGenerationOutput(ModelOutput):
     settings: dict[str, Any] | None = None
 
 
+def _is_whole(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 class DiffusionGenerationMixin:
     """Adds `generate()` to a model with `process`, `logits()` and `forward(..., positions=)`."""
 
@@ -164,50 +169,222 @@ class DiffusionGenerationMixin:
         """
         given, settings = self._settings(generation_config, settings)
         self._check(settings, given, seed, generator, chunk_size)
-        tokens, free, lengths = self._canvases(input_ids, attention_mask, prompt_mask, num_samples, settings)
-        B, T = tokens.shape
-        if isinstance(generator, (list, tuple)) and len(generator) != B:
-            raise ValueError(f"{len(generator)} generators for {B} rows: give one for each row, or a single one.")
+        texts = self._texts(input_ids, attention_mask, prompt_mask, num_samples, settings)
+        if isinstance(generator, (list, tuple)) and len(generator) != len(texts.tokens):
+            raise ValueError(f"{len(generator)} generators for {len(texts.tokens)} rows: give one a row, or one.")
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-        noise = Noise(generator, B, self._precision(settings.precision), self.device)
+        dtype = torch.float32 if settings.precision == "float32" or self.device.type == "mps" else torch.float64
+        noise = Noise(generator, len(texts.tokens), dtype, self.device)
+        generated = texts.free.clone()
+        longest, process = self.config.max_position_embeddings, self.process
         history, num_calls = [], 0
-        prompt_length = int(free[0].to(torch.uint8).argmax()) if B == 1 and settings.max_new_tokens else 0
+        shown = int(texts.free[0].to(torch.uint8).argmax())  # where the part that the streamer was given ends
         if streamer is not None:
-            streamer.put(tokens[:1, :prompt_length].cpu())
+            streamer.put(texts.tokens[:, :shown].cpu())
 
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            windows = list(self._windows(free, lengths, settings.stride))
-            for number, (starts, ends) in enumerate(windows):
-                canvas, columns = self._cut(tokens, free, starts, ends, noise)
-                new = int(columns[0, canvas.free[0].to(torch.uint8).argmax()]) if number or prompt_length else 0
-                denoiser = self._denoiser(canvas, settings, noise, chunk_size)
+            for number, ends in enumerate(texts.window_ends(longest, settings.stride)):
+                canvas, columns, inside = texts.window(ends, longest, process, noise)
+                denoiser = Denoiser(
+                    self,
+                    None if inside.all() else inside,
+                    temperature=settings.temperature,
+                    top_k=settings.top_k,
+                    top_p=settings.top_p,
+                    dtype=dtype,
+                    chunk_size=chunk_size,
+                )
+                draft = slice(shown - int(columns[0, 0]), None)
 
-                def on_step(step, t, canvas=canvas, number=number, first=new - starts[0]):
+                def on_step(step, t, canvas=canvas, number=number, draft=draft):
                     if settings.output_history:
                         history.append(canvas.x.clone())
-                    if streamer is not None and hasattr(streamer, "put_draft"):
-                        streamer.put_draft(canvas.x[:, first:].cpu())
+                    if hasattr(streamer, "put_draft"):
+                        streamer.put_draft(canvas.x[:, draft].cpu())
                     if callback is not None:
                         callback(DiffusionStep(step, t, canvas.x.clone(), canvas.confidence.clone(), number))
 
                 if settings.output_history:
                     history.append(canvas.x.clone())
-                self._sample(canvas, denoiser, noise, settings, on_step)
+                if settings.sampler == "first_hitting":
+                    first_hitting(canvas, denoiser, noise, process, on_step)
+                elif settings.sampler in ORDERED:
+                    ordered(canvas, denoiser, noise, process, settings, on_step)
+                else:
+                    denoise(canvas, denoiser, noise, process, settings, on_step)
                 num_calls += denoiser.num_calls
-                inside = torch.arange(columns.shape[1], device=self.device) < torch.tensor(
-                    canvas.lengths, device=self.device
-                ).unsqueeze(1)
-                rows = torch.arange(B, device=self.device)[:, None].expand_as(columns)
-                tokens[rows[inside], columns[inside]] = canvas.x[inside]
-                free[rows[inside], columns[inside]] = False
+                texts.write(canvas, columns, inside)
                 if streamer is not None:
-                    streamer.put(tokens[:1, new : ends[0]].cpu())
+                    streamer.put(texts.tokens[:, shown : ends[0]].cpu())
+                shown = ends[0]
+                if settings.trim_eos and texts.cut_at_eos(generated, settings.eos_token_id)[1].all():
+                    break
         finally:
             for module, mode in modes.items():
                 module.training = mode
         if streamer is not None:
             streamer.end()
-        raise NotImplementedError
+
+        lengths = torch.tensor(texts.lengths, device=self.device)
+        if settings.trim_eos:
+            lengths, _ = texts.cut_at_eos(generated, settings.eos_token_id)
+        sequences = texts.tokens[:, : int(lengths.max())]
+        beyond = torch.arange(sequences.shape[1], device=self.device) >= lengths[:, None]
+        if beyond.any():
+            padding = settings.pad_token_id if settings.pad_token_id is not None else settings.eos_token_id
+            if padding is None:
+                padding = input_ids[attention_mask == 0][0]
+            sequences = sequences.masked_fill(beyond, int(torch.as_tensor(padding).flatten()[0]))
+        if not settings.return_dict_in_generate:
+            return sequences
+        return DiffusionGenerationOutput(
+            sequences=sequences,
+            lengths=lengths,
+            num_forward_calls=num_calls,
+            history=tuple(history) if settings.output_history else None,
+            settings={name: getattr(settings, name) for name in settings.fields},
+        )
+
+    def _settings(self, generation_config, arguments: dict) -> tuple[set[str], DiffusionGenerationConfig]:
+        """The names given in this call, and the settings in force."""
+        settings = copy.deepcopy(generation_config) if generation_config is not None else DiffusionGenerationConfig()
+        unknown = sorted(set(arguments) - set(settings.fields))
+        if unknown:
+            raise ValueError(f"generate() got unknown arguments {unknown}. Settings are {sorted(settings.fields)}.")
+        given = {name: value for name, value in arguments.items() if value is not None}
+        for source in (self.generation_config.to_dict(), settings.defaults):
+            for name in settings.fields:
+                if getattr(settings, name) is None:
+                    setattr(settings, name, copy.deepcopy(source.get(name)))
+        for name, other in (("max_new_tokens", "max_length"), ("max_length", "max_new_tokens")):
+            if name in given:
+                setattr(settings, other, None)  # two names of one setting: the one given here replaces the stored one
+        for name, value in given.items():
+            setattr(settings, name, value)
+        return set(given), settings
+
+    def _check(self, settings, given: set[str], seed, generator, chunk_size):
+        """Everything that can be said before looking at the prompts."""
+        masked = hasattr(self.process, "mask_id")
+        name = type(self).__name__
+
+        def need(holds: bool, found: str, remedy: str):
+            if not holds:
+                raise ValueError(f"{found}. {remedy}")
+
+        possible = [key for key, where in SAMPLERS.items() if masked or where == "both"]
+        need(
+            settings.sampler in possible,
+            f"sampler={settings.sampler!r} is not one of {name}",
+            f"Give one of {possible}"
+            + ("." if settings.sampler not in SAMPLERS else "; this one needs a process with masks."),
+        )
+        for key, least in (("num_steps", 1), ("top_k", 0)):
+            value = getattr(settings, key)
+            need(_is_whole(value, least), f"{key}={value!r}", f"It must be a whole number, at least {least}.")
+        for key in ("max_new_tokens", "max_length", "stride"):
+            value = getattr(settings, key)
+            need(value is None or _is_whole(value, 1), f"{key}={value!r}", "It must be a positive whole number.")
+        need(chunk_size is None or _is_whole(chunk_size, 1), f"chunk_size={chunk_size!r}", "It must be positive.")
+        need(settings.temperature >= 0, f"temperature={settings.temperature}", "It must be >= 0; 0 is greedy.")
+        need(0 < settings.top_p <= 1, f"top_p={settings.top_p}", "It must be in (0, 1]; 1 keeps every token.")
+        for key, values in (("noise_removal", ("ancestral", "greedy", "none")), ("precision", ("float64", "float32"))):
+            value = getattr(settings, key)
+            need(value in values, f"{key}={value!r}", f"Give one of {values}.")
+        need(seed is None or generator is None, "Both seed and generator are given", "Give one of them.")
+        both = settings.max_new_tokens is not None and settings.max_length is not None
+        need(not both, "Both max_new_tokens and max_length are given", "Give one of them.")
+        longest = self.config.max_position_embeddings
+        need(
+            (settings.stride or 1) <= longest, f"stride={settings.stride}", f"It must be at most the model's {longest}."
+        )
+        need(
+            not settings.trim_eos or settings.eos_token_id is not None,
+            "trim_eos=True without an eos_token_id",
+            "Give eos_token_id, here or in generation_config.json.",
+        )
+        unused = {"first_hitting": ("num_steps", "time_grid", "noise_removal")}
+        unused |= dict.fromkeys(ORDERED, ("noise_removal",))
+        for key in unused.get(settings.sampler, ()):
+            need(
+                key not in given,
+                f"{key}={getattr(settings, key)!r} has no meaning for sampler={settings.sampler!r}",
+                "Leave it out: this sampler ends without masks by itself"
+                + (" and makes one call a token." if settings.sampler == "first_hitting" else "."),
+            )
+        need(
+            settings.sampler == "psi" or "psi" not in given,
+            f"psi={settings.psi!r} with sampler={settings.sampler!r}",
+            "psi belongs to sampler='psi'.",
+        )
+        if self.device.type == "mps" and settings.precision == "float64":
+            logger.warning_once("This device has no float64: random numbers and draws are in float32.")
+
+    def _texts(self, input_ids, attention_mask, prompt_mask, num_samples, settings) -> Texts:
+        longest = self.config.max_position_embeddings
+        if num_samples is not None and not _is_whole(num_samples, 1):
+            raise ValueError(f"num_samples={num_samples!r}. It must be a positive whole number.")
+        if input_ids is not None:
+            texts = prompted(
+                input_ids.to(self.device) if isinstance(input_ids, torch.Tensor) else input_ids,
+                attention_mask,
+                prompt_mask,
+                num_samples=num_samples,
+                max_new_tokens=settings.max_new_tokens,
+                max_length=settings.max_length,
+                vocab_size=self.config.vocab_size,
+                mask_id=getattr(self.process, "mask_id", None),
+                reserved_id=getattr(self.config, "mask_token_id", self.config.vocab_size - 1),
+            )
+        elif prompt_mask is None and attention_mask is None:
+            length = settings.max_new_tokens or settings.max_length or longest
+            texts = unprompted(num_samples or 1, length, self.device)
+        else:
+            raise ValueError("prompt_mask or attention_mask without input_ids. They describe a prompt: give it.")
+        if max(texts.lengths) > longest and settings.stride is None:
+            raise ValueError(
+                f"The text would be {max(texts.lengths)} tokens long, but this model takes at most {longest}. Ask for "
+                "less, or give stride= to write it in windows."
+            )
+        return texts
+
+    def adjust_generation_fn(
+        self,
+        generation_config,
+        from_auto_class,
+        from_pipeline,
+        pretrained_model_name_or_path,
+        cache_dir,
+        force_download,
+        proxies,
+        local_files_only,
+        token,
+        revision,
+        subfolder,
+        trust_remote_code=False,
+        **kwargs,
+    ):
+        """Called by `from_pretrained`: reads generation_config.json, where there is one."""
+        if generation_config is not None:
+            self.generation_config = DiffusionGenerationConfig.from_dict(generation_config.to_dict())
+        elif pretrained_model_name_or_path is not None:
+            try:
+                self.generation_config = DiffusionGenerationConfig.from_pretrained(
+                    pretrained_model_name_or_path,
+                    cache_dir=cache_dir,
+                    force_download=force_download,
+                    proxies=proxies,
+                    local_files_only=local_files_only,
+                    token=token,
+                    revision=revision,
+                    subfolder=subfolder,
+                    _from_auto=from_auto_class,
+                    _from_pipeline=from_pipeline,
+                    **kwargs,
+                )
+            except OSError:
+                logger.info("No generation_config.json: the defaults are used.")
+        self.generation_config.update(**DiffusionGenerationConfig.defaults, defaults_only=True)

@@ -193,10 +193,10 @@ class DiTBackbone(nn.Module):
             x = inputs_embeds
             for block in self.blocks[:-1]:
                 x = block(x, c, cos, sin, attention_mask)
-            if attention_mask is not None and attention_mask.dim() == 2:  # flash attention unpads whole sequences only
-                x = self.blocks[-1](x, c, cos, sin, attention_mask).take_along_dim(positions[..., None], dim=1)
-            else:
+            if attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4):
                 x = self.blocks[-1](x, c, cos, sin, attention_mask, positions)
+            else:  # the masks of flash and flex attention are about whole sequences
+                x = self.blocks[-1](x, c, cos, sin, attention_mask).take_along_dim(positions[..., None], dim=1)
             return (x,), c
         hidden_states = (inputs_embeds,)
         for block in self.blocks:
@@ -274,6 +274,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
                 for key, found, needed in sorted(info["mismatched_keys"])
             ]
         if wrong:
+            wrong[12:] = [f"and {len(wrong) - 12} more"] if len(wrong) > 12 else []
             raise ValueError(
                 f"The weights in {str(name)!r} do not fit {cls.__name__}: {'; '.join(wrong)}. They belong to another "
                 "architecture or configuration, or the file is damaged; check config.json against the weights."

@@ -9,36 +9,14 @@ Sources: MDLM (arXiv 2406.07524), DUO (2506.10892), psi samplers (2602.21185), R
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from .canvas_tokendrift import Canvas
 from .denoiser_tokendrift import Denoiser, Noise, draw
 
 LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
 ORDERED = ("confidence", "margin", "entropy")
-
-
-@dataclass
-class Canvas:
-    """What is being sampled, changed in place.
-
-    x: ids [B, L]. free: positions that may change, bool [B, L]. lengths: of the rows, beyond which nothing is free.
-    confidence: probability of the token under the last prediction asked for there, [B, L]; nan where none was.
-    """
-
-    x: torch.Tensor
-    free: torch.Tensor
-    lengths: list[int]
-    confidence: torch.Tensor
-
-    def put(self, rows, columns, tokens, weights, total):
-        self.x[rows, columns] = tokens
-        self.confidence[rows, columns] = (weights.gather(1, tokens[:, None])[:, 0] / total).to(self.confidence)
-
-    def rows_alike(self) -> bool:
-        """Whether all rows are the same, as masks without a prompt are, so that one of them serves the first call."""
-        return len(self.x) > 1 and len(set(self.lengths)) == 1 and bool((self.x == self.x[:1]).all())
 
 
 def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[float]) -> list[float]:

@@ -50,16 +50,6 @@ Examples:
     >>> gen_ppl.compute(predictions=texts, model_id="gpt2-large")["gen_ppl"]
 """
 
-_CITATION = """
-@inproceedings{sahoo2024simple,
-  title={Simple and Effective Masked Diffusion Language Models},
-  author={Sahoo, Subham Sekhar and Arriola, Marianne and Schiff, Yair and Gokaslan, Aaron and Marroquin, Edgar and
-          Chiu, Justin T and Rush, Alexander and Kuleshov, Volodymyr},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2024}
-}
-"""
-
 MODES = ("reference", "reference_padded", "first_document", "all_tokens")
 SETTINGS = {
     "model_id": None,
@@ -164,7 +154,7 @@ def token_weights(ids: list[int], eos_id: int | None, mode: str) -> torch.Tensor
     and s-sahoo/duo do. An EOS at position 0, with which packed training rows begin, is that first one.
     """
     if mode.startswith("reference"):
-        is_eos = torch.tensor(ids, dtype=torch.long) == eos_id
+        is_eos = torch.tensor(ids, dtype=torch.long) == (-1 if eos_id is None else eos_id)
         return (~is_eos | (is_eos.cumsum(0) == 1))[1:].double()
     return torch.ones(max(len(ids) - 1, 0), dtype=torch.float64)
 
@@ -184,7 +174,7 @@ def unigram_entropy(tokens: list) -> float:
 
 
 def ngram_codes(ids: list[int], n: int) -> np.ndarray:
-    """One 64-bit code per run of n ids, equal for equal runs (and, but for chance near 1e-6 per set, only for those)."""
+    """One 64-bit code per run of n ids: equal for equal runs, and different for others but for chance near 1e-6."""
     row = np.array(ids, dtype=np.uint64)
     codes = np.zeros(max(len(row) - n + 1, 0), dtype=np.uint64)
     for i in range(n):
@@ -234,8 +224,8 @@ def words(text: str) -> list[str]:
     return found if sum(map(len, found)) <= 20 * len(found) else [c for c in text if not c.isspace()]
 
 
-def copied_share(row: list[str], counts: collections.Counter) -> float:
-    """Share of the words of a sample that lie in a run of four which `counts` has at least twice."""
+def copied_share(row: list, counts: collections.Counter) -> float:
+    """Share of the tokens of a sample that lie in a run of four which `counts` has at least twice."""
     copied = np.zeros(len(row), dtype=bool)
     for i, gram in enumerate(fourgrams(row)):
         if counts[gram] > 1:
@@ -243,33 +233,44 @@ def copied_share(row: list[str], counts: collections.Counter) -> float:
     return float(copied.mean())
 
 
-def fourgrams(row: list[str]) -> list[tuple]:
-    """Runs of four words, the same forwards and backwards, so that a mirrored text counts as a copy."""
+def fourgrams(row: list) -> list[tuple]:
+    """Runs of four tokens, the same forwards and backwards, so that a mirrored text counts as a copy."""
     return [min(gram, gram[::-1]) for gram in zip(row, row[1:], row[2:], row[3:], strict=False)]
 
 
-def degeneracy(texts: list[str]) -> list[str]:
+def repetitive(text: str, ids: list[int]) -> bool:
+    """Whether a sample consists of runs that recur in it, in words, in what stands between spaces, or in tokens.
+
+    A text mirrored in one of them is no mirror image in the others. Ids of nearly no entropy are left out: they come
+    from a judge that does not know the words.
+    """
+    views = [words(text), text.split()] + [ids] * (unigram_entropy(ids) > 2)
+    return any(copied_share(v, collections.Counter(fourgrams(v))) >= 0.98 for v in views if len(v) >= 20)
+
+
+def degeneracy(texts: list[str], ids: list[list[int]]) -> list[str]:
     """Why a set of samples is no evidence for a good model, whatever its perplexity; empty for honest text.
 
     Repetition is cheap under a judge (arXiv:2606.08417): cycles, mirrored halves, cloned rows, phrase banks. Works on
-    words because subword ids depend on the tokenizer, and on at most 64 distinct samples because copies between
+    words because subword `ids` depend on the tokenizer, and on at most 64 distinct samples because copies between
     samples of real text grow with their number. The README says how the thresholds were found.
     """
     reasons = []
     empty = sum(not text.strip() for text in texts) / len(texts)
     if empty >= 0.5:
         reasons.append(f"empty: {empty:.0%} of the samples hold no text")
-    distinct = sorted(set(texts))  # sorted: the flags must not depend on the order of the samples
+    distinct = sorted(
+        dict(zip(texts, ids, strict=True)).items()
+    )  # sorted: flags must not depend on the order of samples
     if len(texts) > 1 and len(distinct) <= 0.5 * len(texts):
         reasons.append(f"cloned rows: {len(distinct)} distinct samples of {len(texts)}")
-    rows = [row for row in map(words, distinct) if len(row) >= 20]
-    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), 64)).astype(int)]
-    if not rows:
+    long = [(text, row) for text, row in distinct if len(words(text)) >= 20]
+    long = [long[i] for i in np.linspace(0, len(long) - 1, min(len(long), 64)).astype(int)]
+    if not long:
         return reasons
-    own = [collections.Counter(fourgrams(row)) for row in rows]
-    repetitive = np.mean([copied_share(row, counts) >= 0.98 for row, counts in zip(rows, own, strict=True)])
-    if repetitive >= 1 / 3:
-        reasons.append(f"repetition: {repetitive:.0%} of the samples consist of runs of words that recur within them")
+    if np.mean([repetitive(text, row) for text, row in long]) >= 1 / 3:
+        reasons.append("repetition: at least a third of the samples consist of runs that recur within them")
+    rows = [words(text) for text, _ in long]
     if len(rows) >= 4:  # one page of a table or of a reference manual may look like anything
         pooled = collections.Counter(gram for row in rows for gram in fourgrams(row))
         copied = np.mean([copied_share(row, pooled) for row in rows])
@@ -310,7 +311,7 @@ def _check_ids(rows: list[list[int]], size: int, owner: str) -> None:
     if low < 0 or high >= size:
         raise ValueError(
             f"Token ids lie between {low} and {high}, but the vocabulary of the {owner} has {size} entries. Pass the "
-            "tokenizer that belongs to the ids (`tokenizer`) and to the judge (`model_tokenizer`), and unmask all positions."
+            "tokenizer of the ids (`tokenizer`) and of the judge (`model_tokenizer`), and unmask all positions first."
         )
 
 
@@ -335,14 +336,13 @@ class GenPPL(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation="arXiv:2406.07524 (MDLM) and arXiv:2506.10892 (DUO); on gaming the metric: arXiv:2606.08417",
             inputs_description=_KWARGS_DESCRIPTION,
             features=[
                 datasets.Features({"predictions": datasets.Value("string")}),
                 datasets.Features({"predictions": datasets.Sequence(datasets.Value("int64"))}),
             ],
             codebase_urls=["https://github.com/kuleshov-group/mdlm", "https://github.com/s-sahoo/duo"],
-            reference_urls=["https://arxiv.org/abs/2406.07524", "https://arxiv.org/abs/2506.10892"],
         )
 
     @staticmethod
@@ -380,13 +380,12 @@ class GenPPL(evaluate.Metric):
     def _load_judge(self, settings) -> Judge:
         if settings["model"] is not None:
             if not callable(settings["model_tokenizer"]):
-                raise ValueError("model is given without model_tokenizer. Pass the tokenizer of the judge as well.")
+                raise ValueError("model is given without model_tokenizer. Pass the judge's tokenizer object as well.")
             return Judge(settings["model"], settings["model_tokenizer"], settings["model_revision"])
         if settings["model_id"] is None:
             raise ValueError('No judge is given. Pass model_id, such as "gpt2-large", or model and model_tokenizer.')
-        device = settings["device"] or (
-            "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        )
+        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = settings["device"] or found
         key = (settings["model_id"], settings["model_revision"], settings["model_tokenizer"], device, settings["dtype"])
         if key != self._judge_key:
             dtype = DTYPES[settings["dtype"]]
@@ -424,8 +423,7 @@ class GenPPL(evaluate.Metric):
             raise ValueError(f"The judge {judge.name!r} gives non-finite values in {judge.dtype}. Use dtype='float32'.")
 
         rows = cut_rows if own_rows is None else own_rows
-        gen_ppl, standard_error = perplexity(nll, num_tokens)
-        reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts])
+        reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts], rows)
         num_truncated = sum(len(row) > max_length for row in judge_rows)
         notes = []
         if len(texts) < FEW_SAMPLES:
@@ -434,6 +432,7 @@ class GenPPL(evaluate.Metric):
             notes.append(f"{num_truncated} of {len(texts)} samples were cut to max_length = {max_length} judge tokens.")
         for note in notes + reasons:
             warnings.warn(f"gen_ppl: {note}", stacklevel=2)
+        gen_ppl, standard_error = perplexity(nll, num_tokens)
         record = {
             "gen_ppl": gen_ppl,
             "gen_ppl_se": standard_error,

@@ -1,0 +1,81 @@
+"""Recipes: every one in the repository parses, and a wrong field never passes silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tokendrift_hf.cli import flags
+from tokendrift_hf.drift_config import DriftConfig
+from tokendrift_hf.recipe import read_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_parse_and_make_a_config(path, tmp_path):
+    recipe, arguments = read_recipe(path, {"output_dir": str(tmp_path), "use_cpu": "true"})
+    assert recipe.model
+    assert DriftConfig(**arguments | {"report_to": "none"}).max_steps > 0
+
+
+def _write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: x\nlearning_rte: 1", "no field 'learning_rte'. Did you mean learning_rate"),
+        ("model: x\nmax_steps: many", "max_steps must be int, but it is 'many'"),
+        ("model: x\nlearning_rate: [1]", "learning_rate must be float"),
+        ("model: x\nbf16: 1", "bf16 must be bool"),
+        ("model: x\nnum_steps: 4", "num_steps must be list"),
+        ("model: x\nnum_steps: [4, 0]", "num_steps=.*at least 1"),
+        ("model: x\nsampling_temperatures: [1, -1]", "sampling_temperatures=.*positive"),
+        ("model: x\nsampling_temperatures: [0]", "sampling_temperatures=.*positive"),
+        ("model: x\nnum_samples: 0", "num_samples=0: it must be at least 1"),
+        ("model: x\nblock_size: 1", "block_size=1"),
+        ("max_steps: 3", "the field model is missing"),
+        ("- a\n- b", "must hold fields"),
+        ("model: [", "not valid YAML"),
+    ],
+)
+def test_wrong_recipes_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_recipe(_write(tmp_path, text), {})
+
+
+def test_missing_recipe_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no recipe .*nowhere.yaml"):
+        read_recipe(tmp_path / "nowhere.yaml", {})
+
+
+def test_numbers_in_scientific_notation_are_numbers(tmp_path):
+    """YAML 1.1 reads 5e-5 as text; a recipe means the number."""
+    _, arguments = read_recipe(_write(tmp_path, "model: x\nlearning_rate: 5e-5\ntemperatures: [2e-2, 0.5]"), {})
+    assert arguments == {"learning_rate": 5e-5, "temperatures": [0.02, 0.5]}
+
+
+def test_flags_override_the_file(tmp_path):
+    path = _write(tmp_path, "model: x\nmax_steps: 3\nnum_steps: [4]")
+    recipe, arguments = read_recipe(path, flags(["--max_steps", "5", "--num-steps", "8", "16", "--bf16=true"]))
+    assert arguments == {"max_steps": 5, "bf16": True}
+    assert recipe.num_steps == [8, 16]
+
+
+@pytest.mark.parametrize(("words", "message"), [(["--max_steps"], "needs a value"), (["5"], "unexpected argument")])
+def test_flags_without_name_or_value_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        flags(words)
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path):
+    (tmp_path / "base").mkdir()
+    recipe, _ = read_recipe(_write(tmp_path, "model: base\njudge: gpt2-large"), {})
+    assert recipe.model == str(tmp_path / "base")
+    assert recipe.judge == "gpt2-large"

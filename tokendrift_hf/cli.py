@@ -1,0 +1,196 @@
+"""The command `tokendrift`: train, generate, evaluate, convert. Heavy libraries are imported once a task is clear."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+DESCRIPTION = "Refine discrete diffusion language models with TokenDrift."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status. A bad input is one clear line on stderr and status 2."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    print("Loading libraries ...", file=sys.stderr, flush=True)
+    try:
+        from . import _register
+
+        _register()
+        return options.run(options, rest)
+    except ValueError as error:
+        print(f"tokendrift {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tokendrift", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="refine a model as a recipe says, and evaluate it",
+        description="Refine a model as a recipe says, train the matched continuation beside it if the recipe asks for "
+        "it, sample and score all of them, and write the models, a table, a plot and results.json.",
+        epilog="Every field of the recipe and of DriftConfig is also a flag: --max_steps 300 --learning_rate 1e-4.",
+    )
+    train.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
+    train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    train.set_defaults(run=run_train)
+
+    generate = commands.add_parser("generate", help="sample text from a model")
+    generate.add_argument("model", help="a directory or a hub id")
+    generate.add_argument("--prompt", help="text to continue")
+    generate.add_argument("--num-samples", type=int, default=1, help="how many (default 1)")
+    generate.add_argument("--num-steps", type=int, default=16, help="sampling steps (default 16)")
+    generate.add_argument("--max-new-tokens", type=int, help="after the prompt (default: up to the model's length)")
+    generate.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
+    generate.add_argument("--temperature", type=float, default=1.0, help="of the clean-token prediction (default 1)")
+    generate.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    generate.add_argument("--top-p", type=float, help="keep the likeliest tokens that hold this much probability")
+    generate.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default 0)")
+    generate.add_argument("--tokenizer", help="if it is not beside the model")
+    generate.add_argument("--watch", action="store_true", help="show the text taking shape, step by step")
+    generate.add_argument("--output", type=Path, help="write samples and settings to this .jsonl file")
+    generate.set_defaults(run=run_generate)
+
+    evaluate = commands.add_parser("evaluate", help="sample and score models over steps, temperatures and seeds")
+    evaluate.add_argument("models", nargs="+", metavar="MODEL", help="directories or hub ids (LABEL=MODEL names a row)")
+    evaluate.add_argument("--judge", default="gpt2-large", help="model that scores (default gpt2-large)")
+    evaluate.add_argument("--num-steps", type=int, nargs="+", default=[4, 8, 16], help="default 4 8 16")
+    evaluate.add_argument("--temperatures", type=float, nargs="+", default=[1.0], help="default 1.0")
+    evaluate.add_argument("--seeds", type=int, default=3, help="how many sampling seeds (default 3)")
+    evaluate.add_argument("--num-samples", type=int, default=256, help="for each cell (default 256)")
+    evaluate.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
+    evaluate.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the network")
+    evaluate.add_argument("--batch-size", type=int, default=32, help="samples drawn at a time (default 32)")
+    evaluate.add_argument("--tokenizer", help="if it is not beside the models")
+    evaluate.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
+    evaluate.set_defaults(run=run_evaluate)
+
+    convert = commands.add_parser("convert", help="turn a released or Lightning checkpoint into a model directory")
+    convert.add_argument("source", type=Path, metavar="SRC", help="a .ckpt or .safetensors file, or released directory")
+    convert.add_argument("destination", type=Path, metavar="DST", help="a directory that does not exist or is empty")
+    convert.add_argument("--no-ema", action="store_true", help="take the raw weights, not their moving average")
+    convert.set_defaults(run=run_convert)
+    return parser
+
+
+def flags(rest: list[str]) -> dict[str, str]:
+    """["--max_steps", "3", "--num_steps", "4", "8"] -> {"max_steps": "3", "num_steps": "[4, 8]"}, values as YAML."""
+    given: dict[str, list[str]] = {}
+    name = None
+    for word in rest:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            given[name] = [value] if equals else []
+        elif name is None:
+            raise ValueError(f"unexpected argument {word!r}; fields are given as --field value.")
+        else:
+            given[name].append(word)
+    for name, words in given.items():
+        if not words:
+            raise ValueError(f"--{name} needs a value, e.g. --{name} true.")
+    return {name: words[0] if len(words) == 1 else f"[{', '.join(words)}]" for name, words in given.items()}
+
+
+def run_train(options: argparse.Namespace, rest: list[str]) -> int:
+    from .recipe import read_recipe
+    from .run import refine
+
+    recipe, arguments = read_recipe(options.recipe, flags(rest))
+    refine(recipe, arguments, resume=options.resume)
+    return 0
+
+
+def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
+    import torch
+
+    from .loading import load_model, load_tokenizer
+
+    if options.output is not None and options.output.exists():
+        raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
+    if options.watch and options.num_samples != 1:
+        raise ValueError(f"--watch shows one text, but --num-samples is {options.num_samples}.")
+    model = load_model(options.model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    settings = {
+        name: getattr(options, name)
+        for name in ("num_steps", "max_new_tokens", "sampler", "temperature", "top_k", "top_p")
+        if getattr(options, name) is not None
+    }
+    inputs = {"num_samples": options.num_samples, "seed": options.seed}
+    if options.prompt:
+        inputs["input_ids"] = torch.tensor([tokenizer(options.prompt, add_special_tokens=False)["input_ids"]])
+        if "max_new_tokens" not in settings:
+            settings["max_length"] = model.config.max_position_embeddings
+    if options.watch:
+        from .watch import Watch
+
+        inputs["callback"] = Watch(tokenizer, getattr(model.process, "mask_id", None))
+    output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    texts = tokenizer.batch_decode([row[:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
+    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls} | settings
+    if options.output is None:
+        print("\n\n".join(texts))
+    else:
+        lines = [json.dumps({"text": text, "index": i} | record, ensure_ascii=False) for i, text in enumerate(texts)]
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{len(texts)} samples in {options.output}")
+    return 0
+
+
+def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
+    from .harness import Harness, summarise
+    from .loading import load_model, load_tokenizer
+    from .report import markdown_table, plot
+
+    named = {}
+    for argument in options.models:
+        label, equals, path = argument.partition("=")
+        named[label if equals else Path(argument).name] = path if equals else argument
+    if len(named) < len(options.models):
+        raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
+    models = {label: load_model(path) for label, path in named.items()}
+    tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
+    harness = Harness(
+        models,
+        tokenizer,
+        {"model_id": options.judge},
+        options.output_dir / "cells",
+        options.batch_size,
+        options.dtype,
+        options.sampler,
+    )
+    records = harness.run(
+        harness.cell(label, steps, temperature, seed, options.num_samples)
+        for label in models
+        for temperature in options.temperatures
+        for steps in options.num_steps
+        for seed in range(options.seeds)
+    )
+    rows = summarise(records)
+    table = markdown_table(rows)
+    (options.output_dir / "table.md").write_text(table, encoding="utf-8")
+    (options.output_dir / "results.json").write_text(json.dumps({"rows": rows, "records": records}, indent=2))
+    plot(rows, options.output_dir / "plot.png")
+    print(table)
+    return 0
+
+
+def run_convert(options: argparse.Namespace, rest: list[str]) -> int:
+    from .convert import convert
+
+    print(convert(options.source, options.destination, ema=not options.no_ema))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

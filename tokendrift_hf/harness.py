@@ -1,0 +1,162 @@
+"""The harness: sample models over a grid of steps, temperatures and seeds, and score every cell with Gen.-PPL.
+
+A finished cell is a JSON file, so a run that is killed loses at most the cell in flight and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .metrics import GenPPL
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the grid: a model, and how its samples are drawn.
+
+    Attributes:
+        model: the model's label in the tables.
+        num_steps: sampling steps, which papers label NFE.
+        temperature: of the clean-token prediction, > 0.
+        seed: of the sampler.
+        num_samples: sequences drawn.
+        sampler: of `generate()`.
+        length: tokens of a sequence.
+        dtype: of the network while sampling ("float32" or "bfloat16"; probabilities and draws are float64).
+    """
+
+    model: str
+    num_steps: int
+    temperature: float
+    seed: int
+    num_samples: int
+    length: int
+    sampler: str = "ancestral"
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps}: a sample takes at least 1 step.")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature}: it must be above 0 (1 is the model as it is).")
+
+    @property
+    def file_name(self) -> str:
+        """Unique for the settings: a label for people and a digest of everything."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        label = "".join(c if c.isalnum() else "-" for c in self.model)
+        return f"{label}-steps{self.num_steps}-T{self.temperature:g}-seed{self.seed}-{digest}.json"
+
+
+class Harness:
+    """Samples and scores cells.
+
+    Args:
+        models: label -> model, of one tokenizer.
+        tokenizer: of the models.
+        judge: arguments of `GenPPL` that name the judge, such as {"model_id": "gpt2-large"}.
+        folder: where finished cells are kept; cells found there are not computed again.
+        batch_size: sequences drawn at a time; does not change them.
+        dtype: "float32", or "bfloat16" for networks under autocast.
+        sampler: of `generate()`.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+        judge: dict,
+        folder: Path,
+        batch_size: int = 64,
+        dtype: str = "float32",
+        sampler: str = "ancestral",
+    ):
+        self.models, self.tokenizer, self.folder = models, tokenizer, folder
+        self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
+        self.metric = GenPPL(tokenizer=tokenizer, **judge)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
+        length = self.models[model].config.max_position_embeddings
+        return Cell(model, num_steps, temperature, seed, num_samples, length, self.sampler, self.dtype)
+
+    def run(self, cells: Iterable[Cell], description: str = "Sampling") -> list[dict]:
+        """One record a cell: its settings, `num_forward_calls`, and the record of `GenPPL`."""
+        return [self._record(cell) for cell in tqdm(list(cells), desc=description, unit="cell")]
+
+    def _record(self, cell: Cell) -> dict:
+        path = self.folder / cell.file_name
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        ids, calls = self.draw(cell)
+        record = asdict(cell) | {"num_forward_calls": calls} | self.metric.compute(predictions=ids)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
+        os.replace(temporary, path)
+        return record
+
+    def draw(self, cell: Cell) -> tuple[list[list[int]], int]:
+        """The token ids of the cell's samples and the number of network calls for one sample."""
+        model = self.models[cell.model]
+        generator = torch.Generator().manual_seed(cell.seed)
+        half = torch.autocast(model.device.type, torch.bfloat16)
+        ids, calls = [], 0
+        for start in range(0, cell.num_samples, self.batch_size):
+            with half if cell.dtype == "bfloat16" else contextlib.nullcontext():
+                output = model.generate(
+                    num_samples=min(self.batch_size, cell.num_samples - start),
+                    num_steps=cell.num_steps,
+                    temperature=cell.temperature,
+                    sampler=cell.sampler,
+                    generator=generator,
+                    return_dict_in_generate=True,
+                )
+            ids += output.sequences.tolist()
+            calls = output.num_forward_calls
+        return ids, calls
+
+    def score_text(self, rows: list[list[int]]) -> dict:
+        """The record of real text, the end point of every frontier."""
+        return self.metric.compute(predictions=rows)
+
+
+def summarise(records: list[dict]) -> list[dict]:
+    """Mean and standard deviation over seeds for each (model, num_steps, temperature), in the order of the records."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault((record["model"], record["num_steps"], record["temperature"]), []).append(record)
+    rows = []
+    for (model, num_steps, temperature), group in groups.items():
+        row = {"model": model, "num_steps": num_steps, "temperature": temperature, "num_seeds": len(group)}
+        for name in ("gen_ppl", "entropy"):
+            values = [record[name] for record in group]
+            row[name], row[f"{name}_sd"] = mean(values), stdev(values) if len(values) > 1 else 0.0
+        row["degenerate"] = any(record["degenerate"] for record in group)
+        row["num_forward_calls"] = max(record["num_forward_calls"] for record in group)
+        rows.append(row)
+    return rows
+
+
+def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:
+    """The temperature at which a model has this entropy, by linear interpolation; the nearest one beyond the curve.
+
+    Args:
+        curve: temperature -> mean entropy of samples, at two temperatures or more.
+        entropy: the entropy to match, in nats.
+    """
+    points = sorted((h, t) for t, h in curve.items())
+    for (h_0, t_0), (h_1, t_1) in zip(points, points[1:], strict=False):
+        if h_0 <= entropy <= h_1:
+            return t_0 + (t_1 - t_0) * (entropy - h_0) / max(h_1 - h_0, 1e-12)
+    return points[0][1] if entropy < points[0][0] else points[-1][1]

@@ -1,0 +1,159 @@
+"""What generate() writes on: prompts and free positions, and the windows of texts longer than the model.
+
+Shapes: B rows, P columns of the prompts, T of the whole texts, W of one window (at most the model's length).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .denoiser_tokendrift import Noise
+
+
+@dataclass
+class Canvas:
+    """One window while it is sampled, changed in place.
+
+    x: ids [B, W]. free: positions that may change, bool [B, W]. lengths: of the rows, beyond which nothing is free.
+    confidence: probability of the token under the last prediction asked for there, [B, W]; nan where none was.
+    """
+
+    x: torch.Tensor
+    free: torch.Tensor
+    lengths: list[int]
+    confidence: torch.Tensor
+
+    def put(self, rows, columns, tokens, weights, total):
+        """Write tokens [n] that a prediction `weights` [n, V] of sum `total` [n] gave at (rows, columns)."""
+        self.x[rows, columns] = tokens
+        self.confidence[rows, columns] = (weights.gather(1, tokens[:, None])[:, 0] / total).to(self.confidence)
+
+    def rows_alike(self) -> bool:
+        """Whether all rows are the same, as masks without a prompt are, so that one of them serves the first call."""
+        return len(self.x) > 1 and len(set(self.lengths)) == 1 and bool((self.x == self.x[:1]).all())
+
+
+@dataclass
+class Texts:
+    """All that is to be written. tokens: ids [B, T]. free: positions to fill, bool [B, T]. lengths: of the rows."""
+
+    tokens: torch.Tensor
+    free: torch.Tensor
+    lengths: list[int]
+
+    def window_ends(self, longest: int, stride: int | None):
+        """For each window, where it ends in each row: first at the model's length, then `stride` further each time."""
+        first_free = self.free.to(torch.uint8).argmax(1).tolist()
+        ends = [
+            min(length, max(longest, first + (stride or 0)))
+            for length, first in zip(self.lengths, first_free, strict=True)
+        ]
+        yield ends
+        while ends != self.lengths:
+            ends = [min(length, end + stride) for end, length in zip(ends, self.lengths, strict=True)]
+            yield ends
+
+    def window(self, ends: list[int], longest: int, process, noise: Noise):
+        """The canvas of one window with fresh noise, its columns in `tokens` [B, W], and which of these exist."""
+        device = self.tokens.device
+        stops = torch.tensor(ends, device=device)[:, None]
+        starts = (stops - longest).clamp_min(0)
+        lengths = (stops - starts)[:, 0].tolist()
+        columns = starts + torch.arange(max(lengths), device=device)
+        inside = columns < stops
+        columns = columns.clamp_max(self.tokens.shape[1] - 1)
+        free = self.free.gather(1, columns) & inside
+        random_tokens = (noise.positions(lengths, 1)[..., 0] * process.vocab_size).long()
+        x = torch.where(free, process.prior(random_tokens), self.tokens.gather(1, columns).masked_fill(~inside, 0))
+        return Canvas(x, free, lengths, torch.full(x.shape, torch.nan, device=device)), columns, inside
+
+    def write(self, canvas: Canvas, columns: torch.Tensor, inside: torch.Tensor):
+        """Take over a finished window, which from then on is context."""
+        rows = torch.arange(len(columns), device=columns.device)[:, None].expand_as(columns)
+        self.tokens[rows[inside], columns[inside]] = canvas.x[inside]
+        self.free[rows[inside], columns[inside]] = False
+
+    def cut_at_eos(self, generated: torch.Tensor, eos_token_id) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths [B] up to a row's first generated end of text, not one in column 0, and which rows have one."""
+        eos = torch.as_tensor(eos_token_id, device=self.tokens.device)
+        is_eos = torch.isin(self.tokens, eos) & generated & ~self.free
+        is_eos[:, 0] = False
+        lengths = torch.tensor(self.lengths, device=self.tokens.device)
+        found = is_eos.any(1)
+        return torch.where(found, is_eos.to(torch.uint8).argmax(1) + 1, lengths), found
+
+
+def unprompted(num_samples: int, length: int, device) -> Texts:
+    tokens = torch.zeros(num_samples, length, dtype=torch.long, device=device)
+    return Texts(tokens, torch.ones_like(tokens, dtype=torch.bool), [length] * num_samples)
+
+
+def prompted(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prompt_mask: torch.Tensor | None,
+    *,
+    num_samples: int | None,
+    max_new_tokens: int | None,
+    max_length: int | None,
+    vocab_size: int,
+    mask_id: int | None,
+    reserved_id: int,
+) -> Texts:
+    """Pack prompts to the left and mark what is to be filled; the arguments are those of `generate()`.
+
+    Args:
+        mask_id: of a masked model, else None.
+        reserved_id: an id that no prompt of a model without a mask may hold: its padding, the mask of its sibling.
+    """
+    is_ids = isinstance(input_ids, torch.Tensor) and input_ids.dtype in (torch.int64, torch.int32)
+    if not is_ids or input_ids.dim() != 2 or not input_ids.numel():
+        found = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids)
+        raise ValueError(f"input_ids is {found}. It must be a tensor of integer ids, [B, L], and not empty.")
+    if num_samples is not None and len(input_ids) not in (1, num_samples):
+        raise ValueError(
+            f"num_samples={num_samples} with {len(input_ids)} prompts. Give one prompt to be repeated, or leave "
+            "num_samples out."
+        )
+    copies = num_samples if len(input_ids) == 1 and num_samples else 1
+    for name, mask in (("attention_mask", attention_mask), ("prompt_mask", prompt_mask)):
+        if mask is not None and mask.shape != input_ids.shape:
+            raise ValueError(f"{name} is {list(mask.shape)}. It must be {list(input_ids.shape)}, as input_ids.")
+    x = input_ids.long().repeat(copies, 1)
+    present = torch.ones_like(x, dtype=torch.bool)
+    if attention_mask is not None:
+        present = attention_mask.to(x.device).bool().repeat(copies, 1)
+    lengths = present.sum(1)
+    if (present[:, 1:] != present[:, :-1]).sum(1).gt(1).any() or not lengths.all():
+        raise ValueError("attention_mask has a hole or an empty row. Padding must be on one side of a prompt.")
+    if prompt_mask is not None:
+        free = ~prompt_mask.to(x.device).bool().repeat(copies, 1) & present
+    else:
+        free = (x == mask_id) & present if mask_id is not None else torch.zeros_like(present)
+    _check_kept(x[present & ~free], vocab_size, mask_id, reserved_id)
+    if max_length is not None and int(lengths.max()) > max_length:
+        raise ValueError(f"max_length={max_length}, but a prompt has {int(lengths.max())} tokens already.")
+
+    order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
+    ends = [length + max_new_tokens if max_new_tokens else max_length or length for length in lengths.tolist()]
+    T, P = max(ends), x.shape[1]
+    x, free = (F.pad(y.gather(1, order), (0, max(0, T - P)))[:, :T] for y in (x, free))
+    columns = torch.arange(T, device=x.device)
+    free = free | (columns >= lengths[:, None]) & (columns < torch.tensor(ends, device=x.device)[:, None])
+    if not free.any():
+        remedy = "Give max_new_tokens or prompt_mask" + (", or put masks there." if mask_id is not None else ".")
+        raise ValueError(f"There is nothing to generate: input_ids has no free position. {remedy}")
+    return Texts(x, free, ends)
+
+
+def _check_kept(kept: torch.Tensor, vocab_size: int, mask_id: int | None, reserved_id: int):
+    if len(kept) and (kept.min() < 0 or kept.max() >= vocab_size):
+        raise ValueError(f"input_ids has ids from {kept.min()} to {kept.max()}. They must be 0 to {vocab_size - 1}.")
+    if mask_id is not None and (kept == mask_id).any():
+        raise ValueError("prompt_mask keeps positions that hold the mask. Leave them free, or put a token there.")
+    if mask_id is None and (kept == reserved_id).any():
+        raise ValueError(
+            f"input_ids holds the id {reserved_id}, but a uniform-state model knows no mask. Mark the positions to "
+            "fill with zeros in prompt_mask."
+        )

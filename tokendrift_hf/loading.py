@@ -1,0 +1,47 @@
+"""Models and tokenizers by name, for the command line: ours or in a released layout, a directory or a hub id."""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .hub.configuration_tokendrift import DUOConfig, MDLMConfig
+from .hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
+
+CLASSES = {
+    model_type: model_class
+    for config_class, model_class in ((MDLMConfig, MDLMForMaskedLM), (DUOConfig, DUOForMaskedLM))
+    for model_type in (config_class.model_type, config_class.released_model_type)
+}
+
+
+def load_model(name: str, **kwargs) -> PreTrainedModel:
+    """An MDLM or DUO model in float32; `kwargs` go to `from_pretrained`.
+
+    Raises:
+        ValueError: no configuration there, or one of another kind of model.
+    """
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(name, revision=kwargs.get("revision"))
+    except OSError as error:
+        raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
+    if found.get("model_type") not in CLASSES:
+        raise ValueError(
+            f"{name} is a model of type {found.get('model_type')!r}; known are {', '.join(map(repr, CLASSES))}."
+        )
+    return CLASSES[found["model_type"]].from_pretrained(name, **{"dtype": "float32"} | kwargs)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
+        raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.")
+    return tokenizer

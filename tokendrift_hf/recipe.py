@@ -1,0 +1,140 @@
+"""A recipe: one YAML file that says what to refine, on what, how, and how to evaluate it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# YAML 1.1 reads 1e-4 as text, but everybody means the number.
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass
+class Recipe:
+    """The fields of a recipe that are not fields of `DriftConfig`. Paths are relative to the recipe file."""
+
+    model: str = field(metadata={"help": "Checkpoint to refine: a directory or a hub id."})
+    revision: str | None = field(default=None, metadata={"help": "Revision of a hub checkpoint."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not beside the model."})
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+
+    dataset: str = field(
+        default="documentation",
+        metadata={"help": "documentation, openwebtext, a text/jsonl/parquet file or directory, or a hub data set."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Revision of a hub data set."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    validation_split: str | None = field(default=None, metadata={"help": "Split for eval_loss (the NELBO)."})
+    reference_split: str | None = field(default=None, metadata={"help": "Split of real text: the table's end point."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens in a row; default: the model's length."})
+
+    encoder: str | None = field(default=None, metadata={"help": "Frozen encoder; default: a copy of the model."})
+    continuation: bool = field(default=False, metadata={"help": "Also train the matched continuation baseline."})
+
+    judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
+    num_steps: list[int] = field(default_factory=lambda: [4, 8, 16], metadata={"help": "Sampling steps (NFE)."})
+    sampling_temperatures: list[float] = field(
+        default_factory=lambda: [1.0], metadata={"help": "Sampling temperatures of every model."}
+    )
+    match_entropy: bool = field(
+        default=True,
+        metadata={"help": "Add the base model at the temperature that gives the refined model's entropy."},
+    )
+    num_seeds: int = field(default=3, metadata={"help": "Sampling seeds (0, 1, ...)."})
+    num_samples: int = field(default=128, metadata={"help": "Samples for each cell of the table."})
+    sampler: str = field(default="ancestral", metadata={"help": "Sampler of generate()."})
+    sampling_batch_size: int = field(default=64, metadata={"help": "Samples drawn at a time."})
+
+    def __post_init__(self):
+        for name in ("num_seeds", "num_samples", "sampling_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1.")
+        if not self.num_steps or min(self.num_steps) < 1:
+            raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")
+        if not self.sampling_temperatures or min(self.sampling_temperatures) <= 0:
+            raise ValueError(f"sampling_temperatures={self.sampling_temperatures}: give one or more positive numbers.")
+        if self.block_size is not None and self.block_size < 4:
+            raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
+
+
+def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe in a YAML file and the `DriftConfig` arguments beside it, with `overrides` from the command line.
+
+    Raises:
+        ValueError: no such file, no mapping in it, a field that is unknown or of the wrong type.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"There is no recipe {path}. Give a YAML file, e.g. recipes/quickstart.yaml.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold fields, one 'name: value' a line; found {type(values).__name__}.")
+    values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
+    values = {name: _numbers(value) for name, value in values.items()}
+
+    from .drift_config import DriftConfig
+
+    types_of = {}
+    for cls in (Recipe, DriftConfig):
+        types_of[cls] = typing.get_type_hints(cls)
+    ours = {f.name for f in fields(Recipe)}
+    known = ours | {f.name for f in fields(DriftConfig) if f.init}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            raise ValueError(
+                f"{path}: there is no field {name!r}."
+                + (f" Did you mean {' or '.join(close)}?" if close else "")
+                + " Fields are those of Recipe (tokendrift train --help) and of DriftConfig."
+            )
+        wanted = types_of[Recipe if name in ours else DriftConfig][name]
+        if not _fits(value, wanted):
+            raise ValueError(f"{path}: {name} must be {_name(wanted)}, but it is {value!r}.")
+    if "model" not in values:
+        raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
+    recipe = Recipe(**{name: value for name, value in values.items() if name in ours})
+    for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
+        value = getattr(recipe, name)
+        if value is not None and (path.parent / value).exists():
+            setattr(recipe, name, str(path.parent / value))
+    return recipe, {name: value for name, value in values.items() if name not in ours}
+
+
+def _numbers(value):
+    if isinstance(value, list):
+        return [_numbers(x) for x in value]
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _fits(value, wanted) -> bool:
+    """Whether a value read from YAML is of an annotated type; types that YAML cannot express are let through."""
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(wanted))
+    if origin is list or wanted is list:
+        items = typing.get_args(wanted)
+        return isinstance(value, (list, tuple)) and all(_fits(x, items[0]) for x in value if items)
+    if origin is dict:
+        return isinstance(value, dict)
+    if wanted is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if wanted in (bool, str, dict, type(None)):
+        return isinstance(value, wanted)
+    return isinstance(value, str) if isinstance(wanted, type) else True
+
+
+def _name(wanted) -> str:
+    return getattr(wanted, "__name__", str(wanted)).replace("NoneType", "null")
