@@ -97,9 +97,13 @@ def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys):
 def test_evaluate_compares_models(text_files, tmp_path):
     base, judge = str(text_files / "base"), str(text_files / "judge")
     call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "--seeds", "2"]
-    assert main([*call, "--num-samples", "3", "--output-dir", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    call += ["--text", str(text_files / "corpus.jsonl"), "--text-split", "train", "--num-samples", "3"]
+    assert main([*call, "--output-dir", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["rows"]
     assert [row["model"] for row in rows] == ["a", "b"]
+    assert results["nelbo"]["a"] == results["nelbo"]["b"] and results["nelbo"]["a"]["nelbo_ppl"] > 1
+    assert "real text" in (tmp_path / "table.md").read_text() and r"\toprule" in (tmp_path / "table.tex").read_text()
     assert rows[0]["gen_ppl"] == rows[1]["gen_ppl"], "the same model under two names is the same model"
 
 

@@ -366,6 +366,11 @@ def phrase_bank(rows):
     return [sum((generator.choice(bank) for _ in range(len(row) // 6)), []) for row in rows]
 
 
+def mirrored(rows):
+    halves = [" ".join(row[: len(row) // 2]).split() for row in rows]
+    return [half + half[::-1] for half in halves]
+
+
 def flags(texts):
     """The reasons found from the text alone."""
     return degeneracy(texts, [[]] * len(texts))
@@ -377,10 +382,7 @@ FAKES = {
     "one row over the batch": (lambda rows: [rows[0]] * len(rows), "cloned rows"),
     "half of the batch copied": (lambda rows: rows[: len(rows) // 2] * 2, "cloned rows"),
     "half of every row copied": (lambda rows: [row[: len(row) // 2] * 2 for row in rows], "repetition"),
-    "half of every row mirrored": (
-        lambda rows: [row[: len(row) // 2] + row[: len(row) // 2][::-1] for row in rows],
-        "repetition",
-    ),
+    "half of every row mirrored": (mirrored, "repetition"),
     "half of the rows copied within": (
         lambda rows: [r[: len(r) // 2] * 2 for r in rows[::2]] + rows[1::2],
         "repetition",
@@ -400,7 +402,7 @@ def test_text_that_games_the_score_is_flagged(fake, length):
     make, reason = FAKES[fake]
     texts = [" ".join(row) for row in make(blocks(24, length))]
     reasons = flags(texts)
-    assert any(r.startswith(reason) for r in reasons) or (fake == "cycle longer than a sample" and reasons)
+    assert any(r.startswith(reason) for r in reasons), reasons
     assert sorted(flags(texts[::-1])) == sorted(reasons)
 
 

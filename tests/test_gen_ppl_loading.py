@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import ast
-import json
+import importlib.util
+import multiprocessing
 import sys
 
 import evaluate
 import pytest
 from conftest import FIXTURES, recorded, run_python, start_python
 
-from tokendrift_hf.metrics.shim import SHIM, install_shim
+from tokendrift_hf.metrics import GenPPL
+from tokendrift_hf.metrics.shim import SHIM, install_shim, modules_cache
 
 ROOT = FIXTURES.parents[1]
 FOLDER = ROOT / "tokendrift_hf" / "metrics" / "gen_ppl"
 JUDGE = str(FIXTURES / "genppl_tiny_gpt2")
 SCORE = f"""
-import json
 record = metric.compute(predictions=["w1 w2 w3", "w4 w5 <|endoftext|> w6"], model_id={JUDGE!r})
 print("NUM_TOKENS", record["num_tokens"])
 """
-BY_NAME = (
-    """
+INSTALL_AND_LOAD = """
 from tokendrift_hf.metrics import install_shim
 install_shim()
 import evaluate
-metric = evaluate.load("gen_ppl")
+print("LOADED", type(evaluate.load("gen_ppl")).__name__)
 """
-    + SCORE
-)
 
 
 def test_by_name_offline_from_an_empty_directory_in_six_processes_at_once(tmp_path):
     """One fresh cache for all of them; then also from a process that never imports the package itself."""
     shared = dict(isolated=False, HF_EVALUATE_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    running = [start_python(BY_NAME, tmp_path / str(i), **shared) for i in range(6)]
+    running = [start_python(INSTALL_AND_LOAD, tmp_path / str(i), **shared) for i in range(6)]
     for process in running:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
-        assert "NUM_TOKENS 5" in output
+        assert "LOADED GenPPL" in output
     later = "import evaluate\nmetric = evaluate.load('gen_ppl')\n" + SCORE
     assert "NUM_TOKENS 5" in run_python(later, tmp_path / "later", **shared)
     versions = (tmp_path / "home/modules/evaluate_modules/metrics/evaluate-metric--gen_ppl").iterdir()
@@ -49,8 +47,8 @@ def test_by_path_without_the_package(tmp_path):
     """The folder alone is enough, as in a Space: `evaluate` copies it, and the package is not importable."""
     (tmp_path / "space" / "gen_ppl").mkdir(parents=True)
     (tmp_path / "space" / "gen_ppl" / "gen_ppl.py").write_bytes((FOLDER / "gen_ppl.py").read_bytes())
-    code = f"import evaluate\nmetric = evaluate.load({str(tmp_path / 'space' / 'gen_ppl')!r}, batch_size=1)\n" + SCORE
-    assert "NUM_TOKENS 5" in run_python(code, tmp_path / "cwd", HF_EVALUATE_OFFLINE="1")
+    code = f"import evaluate\nprint('LOADED', type(evaluate.load({str(tmp_path / 'space' / 'gen_ppl')!r})).__name__)"
+    assert "LOADED GenPPL" in run_python(code, tmp_path / "cwd", HF_EVALUATE_OFFLINE="1")
 
 
 def test_settings_at_load_and_on_disk_storage(tmp_path):
@@ -59,26 +57,26 @@ def test_settings_at_load_and_on_disk_storage(tmp_path):
     assert (record["num_tokens"], record["mode"]) == (4 * 23, "all_tokens")
 
 
+def score_as_process(rank, cache, results):
+    ids = recorded("metrics")["several_eos.ids"].tolist()
+    metric = GenPPL(num_process=2, process_id=rank, experiment_id="two", cache_dir=cache, model_id=JUDGE)
+    metric.add_batch(predictions=[ids[2 * rank]])
+    results.put((rank, metric.compute(predictions=[ids[2 * rank + 1]])))
+
+
 def test_distributed_compute_scores_the_samples_of_all_processes(tmp_path):
     """Two processes with two rows each give the recorded value of the four rows on process 0, None on process 1."""
-    ids = recorded("metrics")["several_eos.ids"].tolist()
-    code = """
-    import json
-    from tokendrift_hf.metrics import GenPPL
-    metric = GenPPL(num_process=2, process_id={rank}, experiment_id="two", cache_dir={cache!r}, model_id={judge!r})
-    metric.add_batch(predictions={first})
-    record = metric.compute(predictions={second})
-    print("RECORD", json.dumps(record and [record["gen_ppl"], record["num_samples"]]))
-    """
-    running = []
-    for rank in range(2):
-        first, second = [ids[2 * rank]], [ids[2 * rank + 1]]
-        text = code.format(rank=rank, cache=str(tmp_path / "cache"), judge=JUDGE, first=first, second=second)
-        running.append(start_python(text, tmp_path / str(rank), isolated=False))
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    results = [json.loads(output.split("RECORD ")[1].splitlines()[0]) for output in outputs]
-    assert results[0] == [pytest.approx(recorded("metrics")["several_eos.gen_ppl"].item(), rel=1e-6), 4]
-    assert results[1] is None
+    context = multiprocessing.get_context("fork")  # what they import is already here
+    results = context.Queue()
+    running = [context.Process(target=score_as_process, args=(rank, str(tmp_path), results)) for rank in range(2)]
+    for process in running:
+        process.start()
+    records = dict(results.get(timeout=120) for _ in running)
+    for process in running:
+        process.join()
+    assert records[0]["gen_ppl"] == pytest.approx(recorded("metrics")["several_eos.gen_ppl"].item(), rel=1e-6)
+    assert records[0]["num_samples"] == 4
+    assert records[1] is None
 
 
 def test_the_shim_is_written_once_and_repaired(tmp_path, monkeypatch):
@@ -102,18 +100,28 @@ def test_the_shim_can_be_declined_and_an_unwritable_cache_is_no_error(tmp_path, 
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_cache_is_found_as_evaluate_finds_it(tmp_path):
-    """Without importing evaluate, for every environment variable that moves the cache."""
-    code = """
-    import sys
-    from tokendrift_hf.metrics.shim import modules_cache
-    found = modules_cache()
-    assert not {"evaluate", "transformers", "datasets"} & set(sys.modules)
-    import evaluate.config
-    assert found == evaluate.config.HF_MODULES_CACHE, (found, evaluate.config.HF_MODULES_CACHE)
-    """
-    for i, environment in enumerate([{}, {"HF_HOME": "~/elsewhere"}, {"HF_MODULES_CACHE": str(tmp_path / "m")}]):
-        run_python(code, tmp_path / str(i), isolated=False, HOME=str(tmp_path), **environment)
+@pytest.mark.parametrize(
+    "environment", [{"HF_HOME": "~/elsewhere"}, {"HF_MODULES_CACHE": "m"}, {"XDG_CACHE_HOME": "x"}]
+)
+def test_the_cache_is_found_as_evaluate_finds_it(tmp_path, environment, monkeypatch):
+    """The rule for a process that has not imported evaluate gives what evaluate.config computes on import."""
+    for name in ("HF_HOME", "HF_MODULES_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.spec_from_file_location("evaluate.fresh_config", evaluate.config.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    monkeypatch.delitem(sys.modules, "evaluate.config")
+    assert modules_cache() == fresh.HF_MODULES_CACHE
+
+
+def test_the_shim_needs_neither_evaluate_nor_transformers():
+    """Its file imports the standard library only, so installing it takes no time."""
+    tree = ast.parse((FOLDER.parent / "shim.py").read_text())
+    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
 
 
 def test_the_module_file_is_self_contained():

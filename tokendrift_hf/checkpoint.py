@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 logger = logging.getLogger(__name__)
@@ -16,8 +17,12 @@ MANIFEST = "drift_state.json"  # written after every other file of ours, and bef
 
 def write_manifest(folder: Path, record: dict) -> None:
     """Write `record` and the sizes of the files now in `folder`, in one step that cannot be seen half-done."""
-    record = record | {"files": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}}
     temporary = folder / f".{MANIFEST}.tmp"
+    # Left over from an earlier save into the same folder, and about to be written anew.
+    for stale in (MANIFEST, temporary.name, TRAINER_STATE):
+        (folder / stale).unlink(missing_ok=True)
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    record = record | {"files": dict(sorted(files.items()))}
     temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
     os.replace(temporary, folder / MANIFEST)
 
@@ -28,7 +33,7 @@ def read_manifest(folder: Path) -> dict:
     Raises:
         ValueError: the checkpoint is incomplete or not from `DriftTrainer`; the message says what is wrong.
     """
-    for name in (MANIFEST, "trainer_state.json"):
+    for name in (MANIFEST, TRAINER_STATE):
         try:
             record = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:

@@ -69,6 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the network")
     evaluate.add_argument("--batch-size", type=int, default=32, help="samples drawn at a time (default 32)")
     evaluate.add_argument("--tokenizer", help="if it is not beside the models")
+    evaluate.add_argument(
+        "--text",
+        help="real text (documentation, openwebtext, a file, a hub data set): adds its own "
+        "line, Gen.-PPL at its entropy, and the NELBO perplexity of every model",
+    )
+    evaluate.add_argument("--text-split", default="validation", help="split of --text (default validation)")
+    evaluate.add_argument("--n-mc", type=int, default=1, help="noise draws a row for the NELBO (default 1)")
     evaluate.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
     evaluate.set_defaults(run=run_evaluate)
 
@@ -148,9 +155,13 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
-    from .harness import Harness, summarise
+    import torch
+    from accelerate import PartialState
+
+    from .data import load_text, pack_documents
+    from .harness import Harness, gen_ppl_at_entropy, nelbo_perplexity, summarise
     from .loading import load_model, load_tokenizer
-    from .report import markdown_table, plot
+    from .report import latex_table, markdown_table, plot
 
     named = {}
     for argument in options.models:
@@ -158,30 +169,39 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
         named[label if equals else Path(argument).name] = path if equals else argument
     if len(named) < len(options.models):
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
-    models = {label: load_model(path) for label, path in named.items()}
+    if options.seeds < 1 or options.num_samples < 1:
+        raise ValueError(f"--seeds {options.seeds} and --num-samples {options.num_samples} must be at least 1.")
+    state = PartialState()
+    models = {label: load_model(path).to(state.device) for label, path in named.items()}
     tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
-    harness = Harness(
-        models,
-        tokenizer,
-        {"model_id": options.judge},
-        options.output_dir / "cells",
-        options.batch_size,
-        options.dtype,
-        options.sampler,
-    )
-    records = harness.run(
-        harness.cell(label, steps, temperature, seed, options.num_samples)
-        for label in models
-        for temperature in options.temperatures
-        for steps in options.num_steps
-        for seed in range(options.seeds)
-    )
-    rows = summarise(records)
-    table = markdown_table(rows)
-    (options.output_dir / "table.md").write_text(table, encoding="utf-8")
-    (options.output_dir / "results.json").write_text(json.dumps({"rows": rows, "records": records}, indent=2))
-    plot(rows, options.output_dir / "plot.png")
-    print(table)
+    judge = {"model_id": options.judge, "device": str(state.device)}
+    cells = options.output_dir / "cells"
+    harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
+    grid = harness.grid(options.num_steps, options.temperatures, options.seeds, options.num_samples)
+    results = {"models": named, "judge": options.judge, "records": harness.run(grid)}
+    rows = results["rows"] = summarise(results["records"])
+    real_text = at_entropy = None
+    if options.text is not None:
+        length = next(iter(models.values())).config.max_position_embeddings
+        blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
+        text = blocks.select(range(min(len(blocks), options.num_samples)))["input_ids"]
+        real_text = results["real_text"] = harness.score_text([list(ids) for ids in text])
+        at_entropy = gen_ppl_at_entropy(rows, real_text["entropy"])
+        results["gen_ppl_at_entropy_of_text"] = [
+            {"model": model, "num_steps": n, "gen_ppl": value} for (model, n), value in at_entropy.items()
+        ]
+        results["nelbo"] = {
+            label: nelbo_perplexity(model, torch.tensor(text), options.n_mc) for label, model in models.items()
+        }
+    if state.is_main_process:
+        table = markdown_table(rows, real_text, at_entropy)
+        (options.output_dir / "table.md").write_text(table, encoding="utf-8")
+        (options.output_dir / "table.tex").write_text(latex_table(rows, real_text, at_entropy), encoding="utf-8")
+        (options.output_dir / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+        plot(rows, options.output_dir / "plot.png", real_text)
+        print(table)
+        for label, value in results.get("nelbo", {}).items():
+            print(f"NELBO perplexity of {label}: {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f}")
     return 0
 
 

@@ -23,7 +23,7 @@ class CleanCollator:
 
         Raises:
             ValueError: a row without `input_ids`, without tokens or longer than the model; a token id outside the
-                vocabulary; the mask in clean text.
+                vocabulary; the mask in clean text; a mask or labels of another length than the tokens.
         """
         if "input_ids" not in rows[0]:
             raise ValueError(
@@ -48,6 +48,12 @@ class CleanCollator:
                 f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place "
                 "in clean text. Check that the tokenizer has no such token."
             )
+        for name in ("attention_mask", "prompt_mask", "labels"):
+            for row, length in zip(rows, lengths, strict=True):
+                if name in row and len(row[name]) != length:
+                    raise ValueError(
+                        f"A row has {len(row[name])} values of {name} for {length} tokens: give one a token."
+                    )
         batch = {"input_ids": _padded(ids, 0)}
         masks = [
             torch.as_tensor(row["attention_mask"]) if "attention_mask" in row else torch.ones(n, dtype=torch.long)

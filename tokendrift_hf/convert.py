@@ -147,9 +147,9 @@ def _report(network, model: str, ema_applied: bool, source: str, origin: str, si
         lines=[
             f"source: {source}",
             f"model: {model.upper()} ({origin}), {count:,} parameters in {len(list(network.parameters()))} tensors",
-            f"sizes: hidden {config.hidden_size}, blocks {config.num_hidden_layers}, heads {config.num_attention_heads}, "
-            f"conditioning {config.cond_dim}, vocabulary {config.vocab_size}, length {config.max_position_embeddings} "
-            f"({sizes})",
+            f"sizes: hidden {config.hidden_size}, blocks {config.num_hidden_layers}, heads {config.num_attention_heads}"
+            f", conditioning {config.cond_dim}, vocabulary {config.vocab_size}, length {config.max_position_embeddings}"
+            f" ({sizes})",
         ],
     )
 
@@ -310,7 +310,7 @@ def _model_of_path(source: Path) -> str | None:
 def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: dict, source: Path):
     """A configuration from the shapes of the tensors and, for what they cannot show, the hyper-parameters."""
     if "sigma_map.mlp.0.bias" not in tensors:
-        raise ValueError(f"{source} has no sigma_map.mlp.0.bias: it is a causal or another network, which cannot be used.")
+        raise ValueError(f"{source} has no sigma_map.mlp.0.bias: it is a causal or another network, of no use here.")
     sizes = hyper_parameters.get("model") or {}
     names = {"length": "max_position_embeddings", "dropout": "dropout", "n_heads": "num_attention_heads"}
     fields = {ours: sizes[theirs] for theirs, ours in names.items() if theirs in sizes}
@@ -325,8 +325,8 @@ def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: dict
     elif "num_attention_heads" not in fields:
         if hidden_size % _RELEASED_HEAD_DIM:
             raise ValueError(
-                f"{source} does not show the number of attention heads (it has no {_ROTARY}), and {hidden_size} is not a "
-                f"multiple of the released head size {_RELEASED_HEAD_DIM}. Put a config.json beside the file."
+                f"{source} does not show the number of attention heads (it has no {_ROTARY}), and {hidden_size} is not "
+                f"a multiple of the released head size {_RELEASED_HEAD_DIM}. Put a config.json beside the file."
             )
         fields["num_attention_heads"] = hidden_size // _RELEASED_HEAD_DIM
         assumed.append("heads")

@@ -43,10 +43,11 @@ def load_text(
     config: str | None = None,
     revision: str | None = None,
     text_column: str = "text",
+    prompt_column: str | None = None,
     sample_by: str = "document",
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """One split of a corpus as rows with a single column `text`, one document a row.
+    """One split of a corpus as rows with a column `text`, one document a row, and maybe a column `prompt`.
 
     Args:
         name: "documentation" (the embedded corpus, splits train, validation, judge, reference); "openwebtext" (its
@@ -56,6 +57,7 @@ def load_text(
         config: configuration of a hub dataset.
         revision: branch, tag or commit of a hub dataset.
         text_column: the column that holds the text.
+        prompt_column: the column that holds the prompts which the text completes; None: there is none.
         sample_by: for text files, what one document is: the whole file ("document"), a "paragraph" or a "line". A file
             is read whole in the first case, so take "paragraph" for files that do not fit in memory.
         streaming: read rows as they are needed instead of preparing an Arrow file first.
@@ -73,14 +75,15 @@ def load_text(
         text = _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
     else:
         text = datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
-    columns = text.column_names
-    if columns is not None and text_column not in columns:
-        raise ValueError(f"{name} has no column {text_column!r}; it has {columns}. Set text_column to one of them.")
+    wanted = {text_column: "text"} | ({} if prompt_column is None else {prompt_column: "prompt"})
     strings = (datasets.Value("string"), datasets.Value("large_string"))
-    if text.features is not None and text.features[text_column] not in strings:
-        raise ValueError(f"column {text_column!r} of {name} is {text.features[text_column]}, not text.")
-    text = text.select_columns([text_column])
-    return text if text_column == "text" else text.rename_column(text_column, "text")
+    for column in wanted:
+        if text.column_names is not None and column not in text.column_names:
+            raise ValueError(f"{name} has no column {column!r}; it has {text.column_names}. Set text_column to one of them.")
+        if text.features is not None and text.features[column] not in strings:
+            raise ValueError(f"column {column!r} of {name} is {text.features[column]}, not text.")
+    text = text.select_columns(list(wanted))
+    return text.rename_columns({old: new for old, new in wanted.items() if old != new})
 
 
 def pack_documents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -21,7 +22,8 @@ def _number(name: str, value, *, at_least=None, above=None, whole=False) -> None
     kind = int if whole else (int, float)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{name} must be a{' whole' if whole else ''} number, but it is {value!r}.")
-    if (at_least is not None and value < at_least) or (above is not None and value <= above):
+    low = (at_least is not None and value < at_least) or (above is not None and value <= above)
+    if low or not math.isfinite(value):
         needed = f"at least {at_least}" if at_least is not None else f"above {above}"
         raise ValueError(f"{name}={value} is out of range: it must be {needed}.")
 
@@ -55,6 +57,9 @@ class DriftConfig(TrainingArguments):
         default=1.0,
         metadata={"help": "Step of the mirror teacher in logit units, independent of length and vocabulary size."},
     )
+    mirror_eta: float | None = field(
+        default=None, metadata={"help": "The paper's raw step size eta instead of mirror_step_size; null: not used."}
+    )
     encoder_input: str = field(
         default="soft", metadata={"help": "soft: expected embedding p E; hard_st: argmax token, straight-through."}
     )
@@ -70,7 +75,8 @@ class DriftConfig(TrainingArguments):
     attraction: float = field(default=1.0, metadata={"help": "Weight of the pull towards real features."})
     repulsion: float = field(default=1.0, metadata={"help": "Weight of the push away from generated features."})
     queue_size: int = field(
-        default=1024, metadata={"help": "Past real and past generated features kept as references, each."}
+        default=1024,
+        metadata={"help": "Past real and past generated features kept as references, each; 0: none."},
     )
     gather_features: bool = field(
         default=True, metadata={"help": "Use the features of all processes as anchors and references."}
@@ -89,6 +95,24 @@ class DriftConfig(TrainingArguments):
         default=0.0, metadata={"help": "Diffusion time that a time-conditioned encoder is told, in [0, 1]."}
     )
 
+    # Samples during training, at every evaluation (eval_strategy, eval_steps)
+    gen_ppl_num_steps: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Sample at these numbers of steps at every evaluation; logs eval_entropy_nfe4 and the like."},
+    )
+    gen_ppl_num_samples: int = field(default=64, metadata={"help": "Sequences sampled at each number of steps."})
+    gen_ppl_judge: str | None = field(
+        default=None,
+        metadata={"help": "Judge (folder or Hub id) of these samples: logs eval_gen_ppl_nfe4 and the like."},
+    )
+    gen_ppl_min_entropy_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Stop once the entropy of the samples is below this fraction of that at the start, e.g. 0.9; "
+            "such a checkpoint never counts as the best."
+        },
+    )
+
     # Weights that are evaluated and saved
     ema_decay: float | None = field(
         default=None, metadata={"help": "Decay of a float32 moving average of the weights, e.g. 0.999; null: none."}
@@ -103,6 +127,8 @@ class DriftConfig(TrainingArguments):
         _number("base_loss_weight", self.base_loss_weight, at_least=0)
         _number("drift_scale", self.drift_scale, above=0)
         _number("mirror_step_size", self.mirror_step_size, above=0)
+        if self.mirror_eta is not None:
+            _number("mirror_eta", self.mirror_eta, above=0)
         _number("attraction", self.attraction, at_least=0)
         _number("repulsion", self.repulsion, at_least=0)
         _number("queue_size", self.queue_size, at_least=0, whole=True)
@@ -114,14 +140,22 @@ class DriftConfig(TrainingArguments):
             raise ValueError(f"temperatures must be a list of positive numbers, but it is {self.temperatures!r}.")
         for temperature in self.temperatures:
             _number("temperatures", temperature, above=0)
+        self.temperatures = list(self.temperatures)
         if not isinstance(self.feature_layers, (list, tuple)) or not self.feature_layers:
             raise ValueError(f"feature_layers must be a list of whole numbers, but it is {self.feature_layers!r}.")
         for layer in self.feature_layers:
-            _number("feature_layers", layer, at_least=-(10**6), whole=True)
+            _number("feature_layers", layer, whole=True)
+        self.feature_layers = list(self.feature_layers)
         if self.ema_decay is not None:
             _number("ema_decay", self.ema_decay, above=0)
             if self.ema_decay >= 1:
                 raise ValueError(f"ema_decay={self.ema_decay} never takes in a new weight: it must be below 1.")
+            if self.save_only_model and self.load_best_model_at_end:
+                raise ValueError(
+                    "ema_decay with save_only_model=True leaves the averaged weights out of the checkpoints, so that "
+                    "load_best_model_at_end cannot restore them. Switch one of the three off."
+                )
+        self._check_samples()
         if self.objective == "none" and self.base_loss_weight == 0:
             raise ValueError(
                 "objective='none' with base_loss_weight=0 leaves nothing to train on. Set base_loss_weight=1 for "
@@ -129,3 +163,17 @@ class DriftConfig(TrainingArguments):
             )
         if self.objective != "none" and self.attraction == self.repulsion == 0:
             raise ValueError("attraction=0 and repulsion=0 give a field of zero: set at least one of them above 0.")
+
+    def _check_samples(self):
+        if not isinstance(self.gen_ppl_num_steps, (list, tuple)):
+            raise ValueError(f"gen_ppl_num_steps must be a list like [4, 16], but it is {self.gen_ppl_num_steps!r}.")
+        for num_steps in self.gen_ppl_num_steps:
+            _number("gen_ppl_num_steps", num_steps, at_least=1, whole=True)
+        _number("gen_ppl_num_samples", self.gen_ppl_num_samples, at_least=1, whole=True)
+        if self.gen_ppl_min_entropy_ratio is not None:
+            _number("gen_ppl_min_entropy_ratio", self.gen_ppl_min_entropy_ratio, above=0)
+        for name in ("gen_ppl_judge", "gen_ppl_min_entropy_ratio"):
+            if getattr(self, name) is not None and not self.gen_ppl_num_steps:
+                raise ValueError(f"{name} needs samples: give gen_ppl_num_steps, such as [4, 16].")
+        if self.gen_ppl_num_steps and self.eval_strategy != "no":
+            self.eval_on_start = True  # the start is what entropy is compared with

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import has_length
 
-from .checkpoint import last_complete_checkpoint, read_manifest, write_manifest
+from .checkpoint import MANIFEST, last_complete_checkpoint, read_manifest, write_manifest
 from .collator import CleanCollator
 from .drift import DriftField, drift_field
 from .drift_config import DriftConfig
@@ -23,6 +24,8 @@ from .ema import WeightEMA
 from .encoder import FrozenEncoder
 from .hub.process_tokendrift import stratified_times
 from .lift import soft_lift, token_entropy
+from .lora import add_adapters
+from .monitor import Dynamics, SampleMonitor, entropy_ratio
 from .noise import EVALUATE, TRAIN, row_noise, spread_times
 from .objectives import feature_loss, mirror_loss
 from .queue import FeatureQueue
@@ -33,8 +36,9 @@ SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
 QUEUES_FILE, EMA_FILE = "drift_queues.safetensors", "drift_ema.safetensors"
 # Settings whose silent change would make a resumed run another run.
 RECORDED = (
-    "seed objective base_loss_weight drift_scale mirror_step_size encoder_input drift_kernel temperatures attraction "
-    "repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep ema_decay"
+    "seed objective base_loss_weight drift_scale mirror_step_size mirror_eta encoder_input drift_kernel temperatures "
+    "attraction repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep "
+    "ema_decay gradient_accumulation_steps"
 ).split()
 
 
@@ -107,22 +111,20 @@ class DriftTrainer(Trainer):
             )
         self.process = base.process
         self.encoder = None
+        drifts = args.objective != "none"
         settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
-        if args.objective != "none" and encoder is None:
+        if drifts and encoder is None:
             self.encoder = FrozenEncoder.copy_of(model, **settings)
         if peft_config is not None:
-            from peft import get_peft_model
-
-            model = get_peft_model(model, peft_config)
-        if args.objective != "none" and encoder is not None:
-            self.encoder = _given_encoder(encoder, model, args, settings)
-        if self.encoder is not None:
-            _check_vocabulary(self.encoder, self.process.vocab_size)
+            model = add_adapters(model, peft_config)
+        if drifts and encoder is not None:
+            self.encoder = FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
+        if drifts:
+            self.encoder.check_vocabulary(self.process.vocab_size)
+        mask_id = getattr(self.process, "mask_id", None)
         kwargs.setdefault(
             "data_collator",
-            CleanCollator(
-                self.process.vocab_size, base.config.max_position_embeddings, getattr(self.process, "mask_id", None)
-            ),
+            CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, mask_id),
         )
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
@@ -135,10 +137,14 @@ class DriftTrainer(Trainer):
                 raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
             self.ema = WeightEMA(self.model, args.ema_decay)
             self.add_callback(_UpdateEMA(self))
+        self.monitor = None
+        if args.gen_ppl_num_steps:
+            self.monitor = SampleMonitor(args, self.processing_class)
+            self.add_callback(Dynamics(args.gen_ppl_min_entropy_ratio))
         _warn_of_half_precision(self.model)
         self._statistics: dict[str, list[Tensor]] = defaultdict(list)
         self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
-        self._eval_batches = 0
+        self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
@@ -211,29 +217,30 @@ class DriftTrainer(Trainer):
         if self.args.objective != "none":
             loss = loss + self._drift_loss(outputs.logits, batch) * (len(rows) * processes / num_rows)
         if self.args.base_loss_weight > 0:
-            total, count = self._nelbo(outputs.logits, batch)
-            base_loss = total * processes / self._sum(count).clamp_min(1)
+            totals, counts = self._nelbo(outputs.logits, batch)
+            base_loss = totals.sum() * processes / self._sum(counts.sum()).clamp_min(1)
             self._statistics["base_loss"].append(base_loss.detach())
             loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
             raise ValueError(
-                f"The loss is {loss.item()} at optimizer step {step + 1}. Training stopped before any weight took it "
-                f"in; checkpoints up to step {step} in {self.args.output_dir} are untouched. A lower learning rate, "
-                "max_grad_norm or float32 instead of float16 usually help."
+                f"The loss at optimizer step {step + 1} is not finite ({loss.item()} on this process). Training "
+                f"stopped before any weight took it in; checkpoints up to step {step} in {self.args.output_dir} are "
+                "untouched. A lower learning rate, max_grad_norm or float32 instead of float16 usually help."
             )
         return (loss, outputs) if return_outputs else loss
 
     def _nelbo(self, logits: Tensor, batch: CorruptedBatch) -> tuple[Tensor, Tensor]:
-        """Sum of the NELBO in nats and number of the tokens it is over: all that could have been corrupted."""
+        """For each row, the NELBO in nats and the number of tokens it is over: all that could have been corrupted."""
         nelbo = self.process.nelbo(logits, batch.x_0, batch.x_t, batch.t)
-        return (nelbo * batch.predicted).sum(), batch.free.sum()
+        return nelbo.where(batch.predicted, 0).sum(1), batch.free.sum(1)
 
     def _drift_loss(self, logits: Tensor, batch: CorruptedBatch) -> Tensor:
         args, E = self.args, self.encoder.embedding
         logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
         positions = None
         if args.feature_pooling == "tokens":
-            count = min(args.feature_tokens, int(batch.exists.sum(1).min()))
+            shortest = self.accelerator.gather(batch.exists.sum(1).min().reshape(1)).min()
+            count = min(args.feature_tokens, max(int(shortest), 1))
             positions = batch.order.masked_fill(~batch.exists, -1).topk(count).indices
         with self.accelerator.autocast():
             lifted = soft_lift(logits, E, batch.x_t.clamp_max(last), batch.predicted, mode=args.encoder_input)
@@ -261,9 +268,10 @@ class DriftTrainer(Trainer):
         if args.objective == "feature":
             loss, _ = feature_loss(h, V, args.drift_scale)
         else:
-            divergence, step_size = args.objective.removeprefix("mirror_"), args.mirror_step_size
+            step = {"step_size": args.mirror_step_size} if args.mirror_eta is None else {"eta": args.mirror_eta}
+            divergence = args.objective.removeprefix("mirror_")
             loss, statistics = mirror_loss(
-                logits, h, V, batch.predicted, divergence=divergence, step_size=step_size, reduce=self._sum
+                logits, h, V, batch.predicted, divergence=divergence, reduce=self._sum, **step
             )
             self._statistics["mirror_eta"].append(statistics["mirror_eta"])
         self.real_queue.push(all_u)
@@ -288,16 +296,32 @@ class DriftTrainer(Trainer):
 
     # Evaluation
 
-    def evaluate(self, *args, **kwargs):
-        """As in `Trainer`, with the averaged weights if there are any; the training trajectory stays as it was."""
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        with averaged, torch.random.fork_rng(devices):
-            return super().evaluate(*args, **kwargs)
+    def _averaged(self):
+        return nullcontext() if self.ema is None else self.ema.applied(self.model)
 
-    def evaluation_loop(self, *args, **kwargs):
-        self._eval_batches = 0
-        return super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        """As in `Trainer`, on the averaged weights if there are any; the training trajectory stays as it was.
+
+        The loss is the NELBO in nats per token of the whole data set, whatever the batch size and the padding.
+        """
+        self._eval_batches, self._eval_sums = 0, torch.zeros(2, dtype=torch.float64)
+        self._eval_rows = len(dataloader.dataset) if has_length(dataloader.dataset) else float("inf")
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with self._averaged(), torch.random.fork_rng(devices):
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+            sums = self._eval_sums if self.args.world_size == 1 else self._sum(self._eval_sums.to(self.args.device))
+            output.metrics[f"{metric_key_prefix}_loss"] = float(sums[0] / sums[1].clamp_min(1))
+            if self.monitor is not None:
+                with self.compute_loss_context_manager():
+                    measured = self.monitor.measure(self.model)
+                # The mean over processes, so that all of them stop, or none.
+                values = self._sum(torch.tensor(list(measured.values()), device=self.args.device))
+                values = (values / self.accelerator.num_processes).tolist()
+                for name, value in zip(measured, values, strict=True):
+                    output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The NELBO of a batch, with noise that depends on the rows' positions in the data set alone."""
@@ -310,8 +334,17 @@ class DriftTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             batch = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
             outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-            total, count = self._nelbo(outputs.logits, batch)
-        return total / count.clamp_min(1), None, None
+            totals, counts = self._nelbo(outputs.logits, batch)
+        # Rows beyond the data set are repetitions that fill up the last batch of some process.
+        real = [row < self._eval_rows for row in rows]
+        self._eval_sums += torch.stack([totals.float(), counts.float()]).cpu().double()[:, real].sum(1)
+        return totals.sum() / counts.sum().clamp_min(1), None, None
+
+    def _determine_best_metric(self, metrics, trial):
+        floor = self.args.gen_ppl_min_entropy_ratio
+        if floor is not None and entropy_ratio(self.state.log_history) < floor:
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
     # Checkpoints
 
@@ -324,16 +357,17 @@ class DriftTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
-            manifest = read_manifest(Path(resume_from_checkpoint))
-            changed = {
-                name: (old, getattr(self.args, name))
-                for name, old in manifest["settings"].items()
-                if getattr(self.args, name) != old
-            }
+            old, new = read_manifest(Path(resume_from_checkpoint))["settings"], self._settings()
+            changed = {name: (old.get(name), new[name]) for name in new if old.get(name) != new[name]}
             if changed:
                 logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
             resume_from_checkpoint = str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+
+    def _settings(self) -> dict:
+        # Batches are shared out among processes without changing the run: what counts is all their rows.
+        micro_batch = self.args.train_batch_size * self.accelerator.num_processes
+        return {name: getattr(self.args, name) for name in RECORDED} | {"global_micro_batch": micro_batch}
 
     def _save_rng_state(self, output_dir):
         # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
@@ -347,11 +381,7 @@ class DriftTrainer(Trainer):
         if self.args.should_save:
             write_manifest(
                 Path(output_dir),
-                {
-                    "global_step": self.state.global_step,
-                    "num_processes": self.accelerator.num_processes,
-                    "settings": {name: getattr(self.args, name) for name in RECORDED},
-                },
+                {"global_step": self.state.global_step, "settings": self._settings()},
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -364,19 +394,27 @@ class DriftTrainer(Trainer):
         self._load_ema(checkpoint)
 
     def _load_ema(self, checkpoint) -> None:
+        if self.ema is None:
+            return
         path = Path(checkpoint, EMA_FILE)
-        if self.ema is not None and path.is_file():
+        if path.is_file():
             self.ema.load_state_dict(load_file(path, device=str(self.args.device)))
+        else:
+            self.ema.reset(self.model)  # the checkpoint was written without ema_decay
 
     def _load_best_model(self):
         super()._load_best_model()
         self._load_ema(self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; a save by the user, unlike a checkpoint, holds the averaged weights if there are any."""
-        averaged = self.ema.applied(self.model) if self.ema is not None and not _internal_call else nullcontext()
-        with averaged:
+        """As in `Trainer`; unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any."""
+        if _internal_call and output_dir is not None:  # a checkpoint begins; what is there already no longer counts
+            if self.args.should_save:
+                Path(output_dir, MANIFEST).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call)
+        else:
+            with self._averaged():
+                super().save_model(output_dir, _internal_call)
 
 
 class _UpdateEMA(TrainerCallback):
@@ -385,32 +423,6 @@ class _UpdateEMA(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.ema.update(self.trainer.model)
-
-
-def _given_encoder(encoder, model, args: DriftConfig, settings: dict) -> FrozenEncoder:
-    if isinstance(encoder, FrozenEncoder):
-        return encoder
-    if isinstance(encoder, str) and encoder == "base":
-        if args.gradient_checkpointing:
-            raise ValueError(
-                "encoder='base' cannot be combined with gradient_checkpointing: backward would recompute the encoder "
-                "with the adapters on. Switch one of them off."
-            )
-        return FrozenEncoder.without_adapters(model, **settings)
-    if isinstance(encoder, (str, os.PathLike)):
-        encoder = AutoModel.from_pretrained(encoder)
-    if encoder is model:
-        raise ValueError("encoder= is the model that is trained. Leave encoder out: a frozen copy is the default.")
-    return FrozenEncoder(encoder, **settings)
-
-
-def _check_vocabulary(encoder: FrozenEncoder, vocab_size: int) -> None:
-    rows = len(encoder.embedding)
-    if rows not in (vocab_size, vocab_size - 1):
-        raise ValueError(
-            f"The encoder embeds {rows} ids and the model predicts {vocab_size}. They must share a tokenizer (the "
-            "encoder may lack the last id, the mask)."
-        )
 
 
 def _warn_of_half_precision(model) -> None:

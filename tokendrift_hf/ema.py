@@ -41,6 +41,13 @@ class WeightEMA:
         finally:
             _assign(model, raw)
 
+    @torch.no_grad()
+    def reset(self, model: nn.Module) -> None:
+        """Start anew at the present weights."""
+        self.num_updates = 0
+        for name, p in _trainable(model):
+            self.shadow[name].copy_(p)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors only, fit for safetensors."""
         return {"num_updates": torch.tensor(self.num_updates)} | {f"shadow.{k}": v for k, v in self.shadow.items()}

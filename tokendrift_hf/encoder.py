@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from .loading import CLASSES, load_model
 
 
 class FrozenEncoder:
@@ -77,6 +80,48 @@ class FrozenEncoder:
                 "with the adapters on. Switch one of them off."
             )
         return cls(model, frozen=model.disable_adapter, **kwargs)
+
+    @classmethod
+    def of(
+        cls, encoder: str | os.PathLike | PreTrainedModel | FrozenEncoder, model, checkpointing: bool = False, **kwargs
+    ) -> FrozenEncoder:
+        """What a user may name as the encoder of `model`, the model that is trained: see `DriftTrainer`.
+
+        Raises:
+            ValueError: the trained model itself; "base" with activation checkpointing or as in `without_adapters`.
+        """
+        if isinstance(encoder, str) and encoder == "base":
+            if checkpointing:
+                raise ValueError(
+                    "encoder='base' cannot be combined with gradient_checkpointing: backward would recompute the "
+                    "encoder with the adapters on. Switch one of them off."
+                )
+            return cls.without_adapters(model, **kwargs)
+        trained = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+        shared = isinstance(encoder, FrozenEncoder) and encoder.frozen is not nullcontext
+        found = encoder.model if isinstance(encoder, FrozenEncoder) else encoder
+        if not shared and any(found is other for other in trained):
+            raise ValueError("encoder= is the model that is trained. Leave encoder out: a frozen copy is the default.")
+        if isinstance(encoder, FrozenEncoder):
+            return encoder
+        if isinstance(encoder, (str, os.PathLike)):
+            config, _ = PreTrainedConfig.get_config_dict(encoder)
+            ours = config.get("model_type") in CLASSES
+            encoder = load_model(str(encoder)) if ours else AutoModel.from_pretrained(encoder, dtype=torch.float32)
+        return cls(encoder, **kwargs)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Whether it can embed what a model of `vocab_size` ids predicts; only the last id, the mask, may be unknown.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        rows = len(self.embedding)
+        if rows not in (vocab_size, vocab_size - 1):
+            raise ValueError(
+                f"The encoder embeds {rows} ids and the model predicts {vocab_size}. They must share a tokenizer (the "
+                "encoder may lack the last id, the mask)."
+            )
 
     @property
     def embedding(self) -> Tensor:

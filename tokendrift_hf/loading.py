@@ -6,6 +6,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from .hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from .hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
+from .lora import adapter_base, is_adapter, merge_adapter
 
 CLASSES = {
     model_type: model_class
@@ -17,9 +18,21 @@ CLASSES = {
 def load_model(name: str, **kwargs) -> PreTrainedModel:
     """An MDLM or DUO model in float32; `kwargs` go to `from_pretrained`.
 
+    A directory with LoRA adapters gives the model that they refine, with the adapters merged into its weights.
+
     Raises:
-        ValueError: no configuration there, or one of another kind of model.
+        ValueError: no configuration there, or one of another kind of model; adapters whose base is missing.
     """
+    if is_adapter(name):
+        base, revision = adapter_base(name)
+        try:
+            model = load_model(base, **kwargs | {"revision": revision})
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{name} holds adapters for the base model {base!r}, which cannot be loaded ({error}). Put its path or "
+                "hub id into base_model_name_or_path of adapter_config.json."
+            ) from error
+        return merge_adapter(model, name)
     try:
         found, _ = PreTrainedConfig.get_config_dict(name, revision=kwargs.get("revision"))
     except OSError as error:

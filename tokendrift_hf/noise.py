@@ -33,7 +33,9 @@ class Noise:
 
 
 def row_noise(key: tuple[int, ...], rows: range, length: int, vocab_size: int) -> Noise:
-    """The noise of the rows at the global positions `rows`; row i depends on (`key`, i, length) alone.
+    """The noise of the rows at the global positions `rows`.
+
+    Position l of row i depends on (`key`, i, l) alone: neither the rest of the batch nor its padding matters.
 
     Args:
         key: whole numbers >= 0 that name the draw, such as (seed, stream, optimizer step, micro-step).
@@ -41,16 +43,13 @@ def row_noise(key: tuple[int, ...], rows: range, length: int, vocab_size: int) -
         length: L.
         vocab_size: V.
     """
-    time = np.empty(len(rows))
-    uniforms, order = np.empty((2, len(rows), length))
-    tokens = np.empty((len(rows), length), dtype=np.int64)
+    time, positions = np.empty(len(rows)), np.empty((len(rows), length, 3))
     for i, row in enumerate(rows):
         generator = np.random.default_rng((*key, row))
         time[i] = generator.random()
-        uniforms[i] = generator.random(length)
-        tokens[i] = generator.integers(vocab_size, size=length)
-        order[i] = generator.random(length)
-    return Noise(*(torch.from_numpy(x) for x in (time, uniforms, tokens, order)))
+        generator.random(out=positions[i])  # position by position, so that a longer row begins like a shorter one
+    uniforms, tokens, order = torch.from_numpy(positions).unbind(-1)
+    return Noise(torch.from_numpy(time), uniforms, (tokens * vocab_size).long(), order)
 
 
 def spread_times(rows: range) -> Tensor:

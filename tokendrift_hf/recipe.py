@@ -24,6 +24,7 @@ class Recipe:
     revision: str | None = field(default=None, metadata={"help": "Revision of a hub checkpoint."})
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not beside the model."})
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+    dropout: float | None = field(default=None, metadata={"help": "Dropout while training; default: the model's own."})
 
     dataset: str = field(
         default="documentation",
@@ -32,12 +33,34 @@ class Recipe:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     dataset_revision: str | None = field(default=None, metadata={"help": "Revision of a hub data set."})
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column with prompts, for which text_column holds the completions."}
+    )
     train_split: str = field(default="train", metadata={"help": "Split to train on."})
     validation_split: str | None = field(default=None, metadata={"help": "Split for eval_loss (the NELBO)."})
     reference_split: str | None = field(default=None, metadata={"help": "Split of real text: the table's end point."})
     block_size: int | None = field(default=None, metadata={"help": "Tokens in a row; default: the model's length."})
+    wrap: bool = field(
+        default=True, metadata={"help": "Documents flow on from row to row; false: a document a row, cut or padded."}
+    )
+    insert_eos: bool = field(default=True, metadata={"help": "End every document with eos before wrapping."})
+    streaming: bool = field(default=False, metadata={"help": "Read the training text as it is needed."})
 
-    encoder: str | None = field(default=None, metadata={"help": "Frozen encoder; default: a copy of the model."})
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows an optimizer step, over all devices; gradient accumulation is worked out from it."},
+    )
+    encoder: str | None = field(
+        default=None, metadata={"help": "Frozen encoder; default: a copy of the model; base: the model under LoRA."}
+    )
+    lora: dict | None = field(
+        default=None,
+        metadata={"help": "Train adapters: {targets: attention or linear, r, alpha, and fields of peft's LoraConfig}."},
+    )
+    full_refinement: dict | None = field(
+        default=None,
+        metadata={"help": "With lora: also refine all weights; the value holds fields that differ, or is {}."},
+    )
     continuation: bool = field(default=False, metadata={"help": "Also train the matched continuation baseline."})
 
     judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
@@ -55,9 +78,15 @@ class Recipe:
     sampling_batch_size: int = field(default=64, metadata={"help": "Samples drawn at a time."})
 
     def __post_init__(self):
-        for name in ("num_seeds", "num_samples", "sampling_batch_size"):
-            if getattr(self, name) < 1:
+        for name in ("num_seeds", "num_samples", "sampling_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1.")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: it is a probability below 1.")
+        if self.streaming and (self.prompt_column or self.validation_split or self.reference_split):
+            raise ValueError(
+                "streaming: true reads training text only. Leave out prompt_column, validation_split and reference_split."
+            )
         if not self.num_steps or min(self.num_steps) < 1:
             raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")
         if not self.sampling_temperatures or min(self.sampling_temperatures) <= 0:
@@ -106,7 +135,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
     recipe = Recipe(**{name: value for name, value in values.items() if name in ours})
     for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
         value = getattr(recipe, name)
-        if value is not None and (path.parent / value).exists():
+        if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
             setattr(recipe, name, str(path.parent / value))
     return recipe, {name: value for name, value in values.items() if name not in ours}
 

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from .budget import budget, describe, matmul_rate
+from .cards import Card
 from .data import load_text, pack_documents
-from .drift_config import DriftConfig
 from .drift_trainer import DriftTrainer
-from .harness import Harness, matching_temperature, summarise
+from .harness import Harness, matching_temperature, nelbo_perplexity, summarise
 from .loading import load_model, load_tokenizer
+from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
+from .prompts import pack_prompts
+from .publish import files_to_publish, publish
 from .recipe import Recipe
 from .report import markdown_table, plot
 
-BASE, CONTINUATION, REFINED = "base", "continuation", "TokenDrift"
 # Temperatures at which the base model's entropy is measured to find the one that equals the refined model's.
-ENTROPY_CURVE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+ENTROPY_CURVE = (0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
+def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
     """Run a recipe. Returns the results, which are also in `output_dir`/results.json.
+
+    Under `accelerate launch` or `torchrun` all processes train; the first one alone samples, scores and writes.
 
     Args:
         recipe: what to refine, on what, and how to evaluate it.
         arguments: fields of `DriftConfig`.
         resume: go on with the run in `output_dir`: finished parts are kept, training goes on from its newest complete
             checkpoint.
+        dry_run: load everything, say what the run would cost and which files a push would upload, and leave nothing.
 
     Raises:
         ValueError: bad fields, a model or text that cannot be used, an output directory that holds something else.
@@ -44,11 +54,10 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
             "add --resume to go on with the run in it."
         )
     start = time.perf_counter()
-    configs = {REFINED: DriftConfig(**arguments | {"output_dir": str(folder / "refined")})}
-    if recipe.continuation:
-        baseline = {"objective": "none", "base_loss_weight": 1.0, "output_dir": str(folder / CONTINUATION)}
-        configs[CONTINUATION] = DriftConfig(**arguments | baseline)
-    base = load_model(recipe.model, revision=recipe.revision, attn_implementation=recipe.attn_implementation)
+    planned = trainings(recipe, arguments, folder)
+    main = planned[0].config
+    PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
+    base = _model(recipe)
     tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
     length = recipe.block_size or base.config.max_position_embeddings
     if length > base.config.max_position_embeddings:
@@ -56,99 +65,143 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
             f"block_size={length} is longer than the model, which takes {base.config.max_position_embeddings} tokens."
         )
     judge = None if recipe.judge is None else _judge(recipe.judge)
-    splits = {
-        name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
-        for name, split in (
-            ("train", recipe.train_split),
-            ("validation", recipe.validation_split),
-            ("reference", recipe.reference_split),
-        )
-        if split is not None
-    }
-    _announce(configs[REFINED], base, len(splits["train"]), length)
+    with main.main_process_first():  # the others find the packed rows in the cache
+        splits = {
+            name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
+            for name, split in (
+                ("train", recipe.train_split),
+                ("validation", recipe.validation_split),
+                ("reference", recipe.reference_split),
+            )
+            if split is not None
+        }
+    if dry_run:
+        return _rehearse(recipe, arguments, splits, tokenizer)
 
     models, results = {BASE: base}, {"recipe": vars(recipe), "arguments": arguments, "training": {}}
-    for label, config in configs.items():
-        print(f"Training {label}: {config.max_steps} steps", flush=True)
-        models[label], results["training"][label] = _train(recipe, config, splits, tokenizer, resume)
+    for training in planned:
+        models[training.label], results["training"][training.label] = _train(recipe, training, splits, tokenizer, resume)
     results["seconds_training"] = time.perf_counter() - start
+    if not PartialState().is_main_process:
+        return results
+    card = Card(**results["training"][planned[0].label]["card"])
     if judge is not None:
-        order = {name: models[name] for name in (BASE, CONTINUATION, REFINED) if name in models}
-        dtype = "bfloat16" if configs[REFINED].bf16 else "float32"
+        order = {name: models[name].to(main.device) for name in (BASE, CONTINUATION, REFINED, LORA) if name in models}
+        dtype = "bfloat16" if main.bf16 else "float32"
         harness = Harness(order, tokenizer, judge, folder / "cells", recipe.sampling_batch_size, dtype, recipe.sampler)
-        results |= evaluate_models(harness, recipe, splits.get("reference"))
+        results |= evaluate_models(harness, recipe, splits.get("reference"), planned[0].label)
         table = markdown_table(results["rows"], results.get("real_text"))
         (folder / "table.md").write_text(table, encoding="utf-8")
-        plot(results["rows"], folder / "plot.png", results.get("real_text"))
+        plot(results["rows"], folder / "plot.png", results.get("real_text"), results["curve"])
         print(table)
+        card.add_results(results["rows"], planned[0].label, recipe.judge, recipe.num_samples, recipe.sampler, table)
+    card.save(Path(main.output_dir))
     results["seconds"] = time.perf_counter() - start
     (folder / "results.json").write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
-    print(f"Done in {results['seconds']:.0f} s. Refined model: {folder / 'refined'}; everything else beside it.")
+    print(f"Done in {results['seconds']:.0f} s. Refined model: {main.output_dir}; everything else beside it.")
+    if main.push_to_hub:
+        print(f"Pushed to {publish(Path(main.output_dir), main)}")
     return results
 
 
-def evaluate_models(harness: Harness, recipe: Recipe, reference=None) -> dict:
-    """Score every model at every number of steps, and the base model at the refined model's entropy."""
-    seeds = range(recipe.num_seeds)
+def evaluate_models(harness: Harness, recipe: Recipe, reference=None, refined: str = REFINED) -> dict:
+    """Score every model at every number of steps, and the base model at the refined model's entropy.
 
-    def cells(model: str, steps: int, temperature: float, seeds=seeds):
-        return [harness.cell(model, steps, temperature, seed, recipe.num_samples) for seed in seeds]
-
-    records = harness.run(
-        cell
-        for model in harness.models
-        for temperature in recipe.sampling_temperatures
-        for steps in recipe.num_steps
-        for cell in cells(model, steps, temperature)
-    )
-    rows = summarise(records)
-    if recipe.match_entropy and REFINED in harness.models:
-        refined = {row["num_steps"]: row for row in rows if row["model"] == REFINED and row["temperature"] == 1}
-        curve = harness.run(
-            (
-                cell
-                for steps in recipe.num_steps
-                for temperature in ENTROPY_CURVE
-                for cell in cells(BASE, steps, temperature, range(1))
-            ),
-            "Entropy of the base model",
-        )
+    Lowering the temperature is free, so a refinement is worth having only as far as it beats that last row.
+    """
+    shared = (recipe.num_seeds, recipe.num_samples)
+    records = harness.run(harness.grid(recipe.num_steps, recipe.sampling_temperatures, *shared))
+    rows, curve = summarise(records), []
+    if recipe.match_entropy and refined in harness.models and 1 in recipe.sampling_temperatures:
+        target = {row["num_steps"]: row for row in rows if row["model"] == refined and row["temperature"] == 1}
+        lowered = harness.grid(recipe.num_steps, ENTROPY_CURVE, 1, recipe.num_samples, [BASE])
+        curve = harness.run(lowered, "Base model at lower temperatures")
         matched = []
         for steps in recipe.num_steps:
             entropies = {record["temperature"]: record["entropy"] for record in curve if record["num_steps"] == steps}
-            temperature = round(matching_temperature(entropies, refined[steps]["entropy"]), 3)
-            matched += harness.run(cells(BASE, steps, temperature), f"Base model at equal entropy, NFE {steps}")
-        # One line of the table, although each number of steps has its own temperature.
-        rows += [row | {"model": f"{BASE} at equal entropy", "matched": True} for row in summarise(matched)]
-    results = {"rows": rows, "records": records}
+            temperature = round(matching_temperature(entropies, target[steps]["entropy"]), 3)
+            matched += harness.grid([steps], [temperature], *shared, [BASE])
+        found = harness.run(matched, "Base model at equal entropy")
+        records = records + [record for record in curve + found if record not in records]
+        rows += [row | {"model": f"{BASE} at equal entropy", "matched": True} for row in summarise(found)]
+    results = {"rows": rows, "curve": summarise(curve), "records": records}
     if reference is not None:
         sample = reference.select(range(min(len(reference), recipe.num_samples)))
         results["real_text"] = harness.score_text([list(ids) for ids in sample["input_ids"]])
+        text = torch.tensor(sample["input_ids"])
+        results["nelbo"] = {label: nelbo_perplexity(model, text) for label, model in harness.models.items()}
     return results
 
 
-def _train(recipe: Recipe, config: DriftConfig, splits: dict, tokenizer, resume: bool):
-    folder = Path(config.output_dir)
-    if resume and (folder / "config.json").is_file():
-        history = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        return load_model(str(folder), attn_implementation=recipe.attn_implementation), history
+def _model(recipe: Recipe, name: str | None = None):
+    changes = {} if recipe.dropout is None else {"dropout": recipe.dropout}
+    revision = recipe.revision if name is None else None
+    return load_model(name or recipe.model, revision=revision, attn_implementation=recipe.attn_implementation, **changes)
+
+
+def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> DriftTrainer:
+    shared = recipe.encoder == "base"
     trainer = DriftTrainer(
-        load_model(recipe.model, revision=recipe.revision, attn_implementation=recipe.attn_implementation),
-        config,
-        encoder=recipe.encoder,
+        _model(recipe),
+        training.config,
+        encoder=None if shared and training.peft_config is None else recipe.encoder,
+        peft_config=training.peft_config,
         train_dataset=splits["train"],
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
     )
+    fields = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap insert_eos"
+    data = {name: getattr(recipe, name) for name in fields.split() if getattr(recipe, name) is not None}
+    trainer.card.describe_data(data)
+    if PartialState().is_main_process:
+        config, rows = training.config, splits["train"]
+        length = recipe.block_size or trainer.model.config.max_position_embeddings
+        cost = budget(trainer.model, config, length, encoder_copy=not (shared and training.peft_config))
+        batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
+        num_steps = config.max_steps
+        if num_steps <= 0 and isinstance(rows, Dataset):
+            num_steps = math.ceil(len(rows) / batch * config.num_train_epochs)
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        print(
+            f"{training.label}: {num_steps} steps, {trained:,} of {trainer.model.num_parameters():,} parameters"
+            + (f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else ""),
+            describe(cost, config, num_steps, matmul_rate(config.device, _dtype(config))),
+            sep="\n",
+            flush=True,
+        )
+    return trainer
+
+
+def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: bool):
+    folder = Path(training.config.output_dir)
+    if resume and (folder / "training.json").is_file():
+        history = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        return _model(recipe, str(folder)), history
+    trainer = _trainer(recipe, training, splits, tokenizer)
     before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
     trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
     history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
     if "validation" in splits:
         history["eval_loss"] = trainer.evaluate()["eval_loss"]
+    trainer.card.add_losses(before, history.get("eval_loss"))
     trainer.save_model()
+    history["card"] = vars(trainer.card)
+    if not PartialState().is_main_process:
+        return None, history
     (folder / "training.json").write_text(json.dumps(history, indent=2), encoding="utf-8")
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return load_model(str(folder), attn_implementation=recipe.attn_implementation).to(model.device), history
+    return _model(recipe, str(folder)).to(training.config.device), history
+
+
+def _rehearse(recipe: Recipe, arguments: dict, splits: dict, tokenizer) -> dict:
+    with tempfile.TemporaryDirectory() as scratch:
+        training = trainings(recipe, arguments | {"push_to_hub": False}, Path(scratch))[0]
+        trainer = _trainer(recipe, training, splits, tokenizer)
+        trainer.save_model()
+        files = files_to_publish(Path(training.config.output_dir))
+    if PartialState().is_main_process:
+        print(f"A push would upload to {arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
+        print("\n".join(f"  {size:>13,} bytes  {name}" for name, size in files.items()))
+    return {"files": files}
 
 
 def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int):
@@ -158,24 +211,22 @@ def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int)
         config=recipe.dataset_config,
         revision=recipe.dataset_revision,
         text_column=recipe.text_column,
+        prompt_column=recipe.prompt_column,
+        streaming=recipe.streaming,
     )
-    return pack_documents(documents, tokenizer, length, vocab_size=vocab_size)
+    if recipe.prompt_column is not None:
+        return pack_prompts(documents, tokenizer, length)
+    return pack_documents(
+        documents, tokenizer, length, wrap=recipe.wrap, insert_eos=recipe.insert_eos, vocab_size=vocab_size
+    )
 
 
 def _judge(name: str) -> dict:
     """Load the judge now, so that a wrong one is noticed before hours of training and not after."""
-    import torch
-
     tokenizer = load_tokenizer(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     return {"model": model.eval(), "model_tokenizer": tokenizer}
 
 
-def _announce(config: DriftConfig, model, num_rows: int, length: int) -> None:
-    batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
-    print(
-        f"{model.num_parameters():,} parameters, {num_rows:,} rows of {length} tokens. Global batch {batch} = "
-        f"{config.train_batch_size} a device x {config.gradient_accumulation_steps} accumulated x {config.world_size} "
-        "processes.",
-        flush=True,
-    )
+def _dtype(config) -> torch.dtype:
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32

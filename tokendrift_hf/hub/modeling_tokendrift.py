@@ -395,8 +395,8 @@ class MDLMForMaskedLM(DiffusionPreTrainedModel, DiffusionGenerationMixin):
 
     def logits(self, hidden: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         logits = super().logits(hidden, c)
-        mask_column = torch.arange(self.config.vocab_size, device=logits.device) == self.config.mask_token_id
-        return logits.masked_fill(mask_column, max(NEGATIVE_INFINITY, torch.finfo(logits.dtype).min))
+        logits[..., self.config.mask_token_id] = max(NEGATIVE_INFINITY, torch.finfo(logits.dtype).min)
+        return logits
 
 
 class DUOForMaskedLM(DiffusionPreTrainedModel, DiffusionGenerationMixin):

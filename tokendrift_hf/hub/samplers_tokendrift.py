@@ -23,7 +23,7 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
     """N + 1 times from 1 down to 1e-5.
 
     Args:
-        spec: "linear" (the reference), "cosine" (1 - cos(pi/2 * (1 - i/N)): small steps at the end), the N + 1 times
+        spec: "linear" (the reference), "cosine" (1 - sin(pi/2 * i/N): small steps at the end), the N + 1 times
             themselves, or "linear-constant-linear-c" (ReMDM's loop): a fraction `fractions[0]` of the N steps goes
             linearly from 1 to c, `fractions[1]` stays there (sampling then only re-noises and denoises), the rest goes
             down to the end. "-inv" at the end means a plateau at 1 - c. (The reference's last part has one point
@@ -42,8 +42,8 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
     if spec == "linear":
         return torch.linspace(1, LAST_TIME, N + 1, dtype=torch.float64).tolist()
     if spec == "cosine":
-        angle = torch.linspace(1, 0, N + 1, dtype=torch.float64) * torch.pi / 2
-        return (1 - angle.cos()).clamp_min(LAST_TIME).tolist()
+        angle = torch.linspace(0, torch.pi / 2, N + 1, dtype=torch.float64)
+        return (1 - angle.sin()).clamp_min(LAST_TIME).tolist()
     match = re.fullmatch(r"linear-constant-linear-([0-9.]+)(-inv)?", spec)
     if not match or not 0 < float(match[1]) < 1:
         raise ValueError(
@@ -149,11 +149,8 @@ def uniform_step(canvas, denoiser, noise, vocab_size, t, alpha_t, alpha_s, kappa
         forward_here = forward[rows, columns]
         keep = torch.where(forward_here, 1 - alpha_s + alpha_s * keep_clean, keep)  # below 1 - alpha_s it was known
         uniform = torch.where(forward_here, 0.0, uniform)
-        new = torch.where(u < keep, old, random)
-        predicted = (u >= keep + uniform).nonzero()[:, 0]
-        if len(predicted):
-            new[predicted] = draw(weights[predicted], v[predicted])
-        canvas.put(rows, columns, new, weights, total)
+        new = torch.where(u < keep + uniform, random, draw(weights, v))
+        canvas.put(rows, columns, torch.where(u < keep, old, new), weights, total)
     noised = canvas.free & forward & known
     canvas.x = torch.where(noised, random_tokens, canvas.x)
     canvas.confidence.masked_fill_(noised, torch.nan)

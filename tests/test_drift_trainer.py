@@ -1,0 +1,536 @@
+"""DriftTrainer against Algorithm 1 written out slowly, and the promises that it makes to its users."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, tiny_model
+from safetensors.torch import load_file
+from training import assert_same, config, logged, make_trainer, toy_rows, uneven_rows, weights_of
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from tokendrift_hf import DriftConfig, DriftTrainer, FrozenEncoder, drift_trainer
+from tokendrift_hf.checkpoint import last_complete_checkpoint
+from tokendrift_hf.collator import CleanCollator
+from tokendrift_hf.drift import DriftField
+from tokendrift_hf.noise import EVALUATE, TRAIN, row_noise
+
+MASK = TINY["vocab_size"] - 1
+EXACT = {"rtol": 0, "atol": 0}
+
+
+class Recording(CleanCollator):
+    """Keeps the batches in the order in which the trainer asked for them."""
+
+    def __call__(self, rows):
+        batch = super().__call__(rows)
+        self.batches = getattr(self, "batches", []) + [batch]
+        return batch
+
+
+# ---- Algorithm 1, written out -----------------------------------------------------------------------
+
+
+def slow_corrupt(x_0, key, vocab_size, masked, num_rows):
+    """t [B] and x_t [B, L], position by position."""
+    B, L = x_0.shape
+    noise = row_noise(key, range(B), L, vocab_size)
+    t = [1e-3 + 0.999 * (((float(noise.time[i]) + i) / num_rows) % 1) for i in range(B)]
+    x_t = x_0.clone()
+    for i in range(B):
+        for pos in range(L):
+            if float(noise.uniforms[i, pos]) < (1 - 1e-3) * t[i]:
+                x_t[i, pos] = vocab_size - 1 if masked else noise.random_tokens[i, pos]
+    return torch.tensor(t, dtype=torch.float32), x_t, noise.order
+
+
+def slow_field(h, u, v, temperatures):
+    """V of section 3.2, pair by pair in float64; anchor i is negative i."""
+    h, u, v = (x.detach().double() for x in (h, u, v))
+    references = torch.cat([u, v])
+    fields = []
+    for tau in temperatures:
+        affinity = torch.zeros(len(h), len(references), dtype=torch.float64)
+        for i, anchor in enumerate(h):
+            for j, reference in enumerate(references):
+                own = j == len(u) + i
+                affinity[i, j] = 0 if own else math.exp(-float((anchor - reference).square().sum()) / tau)
+        A = (
+            ((affinity / affinity.sum(1, keepdim=True)) * (affinity / affinity.sum(0, keepdim=True)))
+            .nan_to_num()
+            .sqrt()
+        )
+        V = torch.zeros_like(h)
+        for i in range(len(h)):
+            for j in range(len(u)):
+                V[i] += A[i, j] * A[i, len(u) :].sum() * u[j]
+            for k in range(len(v)):
+                V[i] -= A[i, len(u) + k] * A[i, : len(u)].sum() * v[k]
+        fields.append(V / V.square().sum(1).mean().sqrt())
+    return sum(fields) / len(fields)
+
+
+def slow_features(encoder, embeds, order, tokens):
+    states = encoder(inputs_embeds=embeds, timesteps=torch.zeros(len(embeds)), output_hidden_states=True).hidden_states
+    x = torch.cat(states[-2:], dim=-1)
+    if tokens:
+        x = torch.stack(
+            [row[at] for row, score in zip(x, order, strict=True) for at in score.argsort()[-tokens:].flip(0)]
+        )
+    else:
+        x = x.mean(1)
+    return F.normalize(x, dim=-1)
+
+
+def slow_training(model, batches, args: DriftConfig):
+    """Losses a step, and the two queues at the end; `model` is trained in place."""
+    encoder, masked = copy.deepcopy(model).eval(), hasattr(model.process, "mask_id")
+    E = encoder.backbone.vocab_embed.embedding.detach()
+    tokens = args.feature_tokens if args.feature_pooling == "tokens" else 0
+    real, generated, losses = [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)
+    model.train()
+    for step in range(args.max_steps):
+        losses.append(0.0)
+        for micro in range(args.gradient_accumulation_steps):
+            x_0 = batches.pop(0)["input_ids"]
+            B, L = x_0.shape
+            t, x_t, order = slow_corrupt(x_0, (args.seed, TRAIN, step, micro), len(E), masked, B)
+            logits = model(input_ids=x_t, timesteps=t).logits
+            predicted = x_t == MASK if masked else torch.ones_like(x_t, dtype=torch.bool)
+            p = logits.softmax(-1)
+            lifted = torch.stack(
+                [
+                    torch.stack([p[i, pos] @ E if predicted[i, pos] else E[x_t[i, pos]] for pos in range(L)])
+                    for i in range(B)
+                ]
+            )
+            h, u = slow_features(encoder, lifted, order, tokens), slow_features(encoder, E[x_0], order, tokens).detach()
+            V = slow_field(h, torch.stack([*u, *real]), torch.stack([*h.detach(), *generated]), args.temperatures)
+            if args.objective == "feature":
+                loss = 0.5 * (h - (h + args.drift_scale * V.float()).detach()).square().sum(1).mean()
+            else:
+                (g,) = torch.autograd.grad((h * V.float()).sum(), logits, retain_graph=True)
+                rms = g[predicted].square().sum(-1).mean().sqrt()
+                eta = args.mirror_step_size * V.square().sum(1).mean().sqrt().float() / rms
+                if args.mirror_eta is not None:
+                    eta = args.mirror_eta
+                ell = logits.double()
+                p_star = (ell + eta * g).softmax(-1).detach()
+                divergence = p_star * (p_star.clamp_min(1e-300).log() - ell.log_softmax(-1))
+                loss = divergence.where(p_star > 0, 0).sum(-1)[predicted].sum() / B
+            if args.base_loss_weight:
+                loss = loss + args.base_loss_weight * model(input_ids=x_t, timesteps=t, labels=x_0).loss
+            (loss / args.gradient_accumulation_steps).backward()
+            losses[-1] += loss.item() / args.gradient_accumulation_steps
+            real, generated = (real + list(u))[-args.queue_size :], (generated + list(h.detach()))[-args.queue_size :]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, torch.stack(real), torch.stack(generated)
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("mdlm", {"gradient_accumulation_steps": 2, "drift_scale": 0.7}),
+        ("duo", {"max_steps": 2}),
+        ("mdlm", {"objective": "mirror_kl", "base_loss_weight": 0.5, "max_steps": 2, "learning_rate": 0.1}),
+        ("mdlm", {"objective": "mirror_kl", "mirror_eta": 30.0, "max_steps": 2, "learning_rate": 0.1}),
+        ("mdlm", {"feature_pooling": "tokens", "feature_tokens": 3, "queue_size": 20, "max_steps": 2}),
+    ],
+    ids=["feature", "duo", "mirror_with_base_loss", "mirror_raw_eta", "tokens"],
+)
+def test_training_is_algorithm_1(kind, fields, tmp_path):
+    """Same losses, weights and queues as the algorithm written out; the encoder and its weights stay out of it."""
+    start, model = tiny_model(kind), tiny_model(kind)
+    collator = Recording(TINY["vocab_size"], 16)
+    trainer = make_trainer(tmp_path, model=model, rows=toy_rows(24), arguments={"data_collator": collator}, **fields)
+    encoder = weights_of(trainer.encoder.model)
+    trainer.train()
+    losses, real, generated = slow_training(start, collator.batches, trainer.args)
+    assert logged(trainer) == pytest.approx(losses, rel=1e-4)
+    assert_same(weights_of(model), weights_of(start), rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(trainer.real_queue.features, real, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trainer.generated_queue.features, generated, rtol=0, atol=1e-4)
+    before = weights_of(tiny_model(kind))
+    unchanged = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert not unchanged, "every parameter is trained"
+    assert_same(weights_of(trainer.encoder.model), encoder, **EXACT)
+
+
+def test_the_encoder_is_neither_trained_nor_saved(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, optim="adamw_torch")
+    trainer.train()
+    trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in trainer.model.parameters()}
+    assert not trained & {id(p) for p in trainer.encoder.model.parameters()}
+    assert not any(p.requires_grad or p.grad is not None for p in trainer.encoder.model.parameters())
+    assert load_file(tmp_path / "checkpoint-3/model.safetensors").keys() == trainer.model.state_dict().keys()
+    assert not trainer.encoder.model.training
+
+
+def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
+    """objective none: the weights of `transformers.Trainer` on the model's own loss, given the same noise."""
+    ours = make_trainer(tmp_path / "ours", objective="none", base_loss_weight=1.0)
+    assert ours.encoder is None
+    ours.train()
+
+    class Corrupting(CleanCollator):
+        step = 0
+
+        def __call__(self, rows):
+            x_0 = super().__call__(rows)["input_ids"]
+            t, x_t, _ = slow_corrupt(x_0, (ours.args.seed, TRAIN, self.step, 0), MASK + 1, True, len(x_0))
+            self.step += 1
+            return {"input_ids": x_t, "timesteps": t, "labels": x_0}
+
+    plain = make_trainer(
+        tmp_path / "plain",
+        trainer_class=Trainer,
+        arguments={"data_collator": Corrupting(TINY["vocab_size"], 16)},
+        objective="none",
+        base_loss_weight=1.0,
+    )
+    plain.train()
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-5)
+    assert_same(weights_of(ours.model), weights_of(plain.model), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_labels", [False, True], ids=["no_labels", "labels"])
+@pytest.mark.parametrize("objective", ["none", "feature"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labels, tmp_path, monkeypatch):
+    """1 x 8 against 4 x 2 rows with SGD: same step, same logged loss. The field, which couples the rows of a
+    micro-batch, is replaced by one that does not, and the noise by one that belongs to a row's text."""
+    original = DriftTrainer._corrupt
+    rows = toy_rows(8, **({"labels": list} if with_labels else {}))
+    index = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
+
+    def corrupt_by_text(self, inputs, key, own_rows, num_rows):
+        parts = []
+        for i, text in enumerate(inputs["input_ids"].tolist()):
+            at = index[tuple(text)]
+            row = {name: value[i : i + 1] for name, value in inputs.items()}
+            parts.append(original(self, row, (0,), range(at, at + 1), None))
+        fields = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        return type(parts[0])(**{name: None if xs[0] is None else torch.cat(xs) for name, xs in fields.items()})
+
+    def pull_to_a_point(h, real, generated, *, temperatures, **settings):
+        return DriftField(torch.ones_like(h) / 8 - h, h.new_ones(len(temperatures)), h.new_ones(len(temperatures)))
+
+    monkeypatch.setattr(DriftTrainer, "_corrupt", corrupt_by_text)
+    monkeypatch.setattr(drift_trainer, "drift_field", pull_to_a_point)
+    results = []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        trainer = make_trainer(
+            tmp_path / str(batch_size),
+            rows=rows,
+            objective=objective,
+            base_loss_weight=float(objective == "none"),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+        )
+        trainer.train()
+        results.append((weights_of(trainer.model), logged(trainer)[0], logged(trainer, "grad_norm")[0]))
+    (whole, loss, norm), (parts, loss_of_parts, norm_of_parts) = results
+    start = weights_of(tiny_model("mdlm"))
+    assert max((whole[name] - start[name]).abs().max() for name in start) > 1e-3
+    assert_same(parts, whole, rtol=1e-5, atol=1e-5)
+    assert loss_of_parts == pytest.approx(loss, rel=1e-5) and norm_of_parts == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_log_shows_progress_while_the_loss_stays(tmp_path):
+    """The normalised loss hardly moves; what is logged beside it does, and is there under the documented names."""
+    trainer = make_trainer(
+        tmp_path,
+        rows=toy_rows(64),
+        max_steps=50,
+        per_device_train_batch_size=16,
+        optim="adamw_torch",
+        learning_rate=5e-3,
+        logging_steps=5,
+        queue_size=64,
+        drift_kernel="drifting",
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in ("drift_norm", "effective_references"):
+        assert {f"{name}_{tau}" for tau in ("0.02", "0.05", "0.2")} <= entries[0].keys()
+    assert {"feature_distance", "token_entropy", "queue_fill"} <= entries[0].keys()
+    assert entries[-1]["queue_fill"] == 64
+    first, last = entries[0], entries[-1]
+    assert last["feature_distance"] < 0.7 * first["feature_distance"]
+    assert last["drift_norm_0.2"] < 0.7 * first["drift_norm_0.2"]
+    losses = [entry["loss"] for entry in entries]
+    assert all(0.3 < loss <= 0.5 + 1e-4 for loss in losses) and abs(losses[-1] - losses[0]) < 0.2 * losses[0]
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_eval_loss_is_the_nelbo_per_token_whatever_the_batch_size(kind, tmp_path):
+    """Against the NELBO row by row; rows of unequal length, so that a mean of batch means would depend on batches."""
+    rows, model = uneven_rows(7), tiny_model(kind)
+    losses = []
+    for batch_size in (1, 3, 8):
+        trainer = make_trainer(tmp_path, model=model, per_device_eval_batch_size=batch_size)
+        losses.append(trainer.evaluate(rows)["eval_loss"])
+    total, count = 0.0, 0
+    for i, row in enumerate(rows):
+        x_0 = torch.tensor([row["input_ids"]])
+        noise = row_noise((trainer.args.seed, EVALUATE), range(i, i + 1), x_0.shape[1], TINY["vocab_size"])
+        t = torch.tensor([1e-3 + 0.999 * (i * 0.6180339887498949 % 1)])
+        x_t = model.process.corrupt(x_0, t, noise.uniforms, noise.random_tokens)
+        with torch.no_grad():
+            total += float(model(input_ids=x_t, timesteps=t, labels=x_0).loss) * x_0.shape[1]
+        count += x_0.shape[1]
+    assert losses == pytest.approx([total / count] * 3, rel=1e-5)
+    assert trainer.evaluate({"a": rows[:3], "b": rows})["eval_b_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_evaluation_and_sampling_leave_the_training_as_it_was(tmp_path):
+    """Dropout draws from the global generator: with and without evaluation the weights are the same, bit for bit."""
+    results = []
+    for extra in ({}, {"eval_strategy": "steps", "eval_steps": 1, "gen_ppl_num_steps": [2], "gen_ppl_num_samples": 3}):
+        trainer = make_trainer(
+            tmp_path / str(len(extra)),
+            model=tiny_model("mdlm", dropout=0.2),
+            arguments={"eval_dataset": toy_rows(5)},
+            ema_decay=0.9,
+            **extra,
+        )
+        trainer.train()
+        results.append((weights_of(trainer.model), logged(trainer), trainer.real_queue.features))
+    assert logged(trainer, "eval_loss") and logged(trainer, "eval_entropy_nfe2")
+    assert_same(results[0][0], results[1][0], **EXACT)
+    assert results[0][1] == results[1][1] and torch.equal(results[0][2], results[1][2])
+
+
+# ---- Any batch -----------------------------------------------------------------------------------------
+
+
+def loss_and_gradients(trainer, batch: dict[str, list]):
+    """compute_loss of one batch with empty queues, and the gradient of every parameter."""
+    trainer._micro_step = (-1, 0)
+    for queue in (trainer.real_queue, trainer.generated_queue):
+        queue.load_state_dict({"features": torch.empty(0, 0)})
+    trainer.model.zero_grad()
+    inputs = {name: torch.as_tensor(value) for name, value in batch.items()}
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+BATCH_SETTINGS = [
+    {"objective": "feature", "base_loss_weight": 0.5},
+    {"objective": "mirror_kl"},
+    {"feature_pooling": "tokens", "feature_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("fields", BATCH_SETTINGS, ids=["feature", "mirror", "tokens"])
+def test_padding_counts_for_nothing(kind, fields, tmp_path):
+    """Other ids under the padding, and more of it, change neither the loss nor a gradient."""
+    trainer = make_trainer(tmp_path, model=tiny_model(kind), **fields)
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(3)])
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = mask[2, 7:] = 0
+    loss, gradients = loss_and_gradients(trainer, {"input_ids": ids, "attention_mask": mask})
+    other = torch.where(mask.bool(), ids, (ids + 7) % MASK)
+    other = F.pad(other, (0, 3), value=1)
+    loss_2, gradients_2 = loss_and_gradients(trainer, {"input_ids": other, "attention_mask": F.pad(mask, (0, 3))})
+    torch.testing.assert_close(loss_2, loss, rtol=1e-5, atol=1e-6)
+    assert_same(gradients_2, gradients, rtol=2e-3, atol=2e-5)
+    assert float(loss) > 0 and all(g.isfinite().all() for g in gradients.values())
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_prompts_are_kept_seen_and_never_predicted(kind, tmp_path):
+    trainer = make_trainer(tmp_path, model=tiny_model(kind))
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(4)])
+    prompt = torch.zeros_like(ids)
+    prompt[:, :3] = 1
+    prompt[3] = 1  # a row with nothing to predict
+    batch = trainer._corrupt({"input_ids": ids, "prompt_mask": prompt}, (0, 0), range(4), 4)
+    assert torch.equal(batch.x_t[prompt.bool()], ids[prompt.bool()]) and not (batch.predicted & prompt.bool()).any()
+    assert batch.predicted.any() and (batch.x_t != ids).any()
+
+    masked = loss_and_gradients(trainer, {"input_ids": ids, "prompt_mask": prompt})
+    by_labels = loss_and_gradients(trainer, {"input_ids": ids, "labels": ids.masked_fill(prompt.bool(), -100)})
+    assert torch.equal(masked[0], by_labels[0])
+    assert_same(masked[1], by_labels[1], **EXACT)
+    other_prompt = torch.where(prompt.bool(), (ids + 5) % MASK, ids)
+    other = loss_and_gradients(trainer, {"input_ids": other_prompt, "prompt_mask": prompt})
+    name = "backbone.output_layer.linear.weight"
+    assert not torch.allclose(other[1][name], masked[1][name])
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl", "mirror_mse"])
+def test_a_batch_with_nothing_to_predict_changes_nothing(objective, tmp_path):
+    trainer = make_trainer(tmp_path, objective=objective, base_loss_weight=1.0)
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(3)])
+    loss, gradients = loss_and_gradients(trainer, {"input_ids": ids, "prompt_mask": torch.ones_like(ids)})
+    assert loss.isfinite() and all((g == 0).all() for g in gradients.values())
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl"])
+def test_activation_checkpointing_gives_the_same_training(objective, tmp_path):
+    results = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            tmp_path / str(checkpointing),
+            model=tiny_model("mdlm", dropout=0.1),
+            objective=objective,
+            activation_checkpointing=checkpointing,
+            max_steps=2,
+        )
+        trainer.train()
+        assert trainer.model.backbone.blocks[0].gradient_checkpointing == checkpointing
+        results.append(weights_of(trainer.model))
+    assert_same(*results, rtol=1e-5, atol=1e-6)
+
+
+# ---- Encoders and models --------------------------------------------------------------------------------
+
+
+def test_encoders_by_path_model_and_frozen_encoder_are_one(tmp_path):
+    """A path, a model and a FrozenEncoder of the same weights give the same training, and another one than default."""
+    other = tiny_model("mdlm", seed=5)
+    other.save_pretrained(tmp_path / "encoder")
+    path = tmp_path / "encoder"
+    losses = []
+    for encoder in (path, str(path), copy.deepcopy(other), FrozenEncoder.copy_of(other), None):
+        trainer = make_trainer(tmp_path / "out", arguments={"encoder": encoder}, max_steps=2)
+        trainer.train()
+        losses.append(logged(trainer) + logged(trainer, "feature_distance"))
+    assert losses[0] == losses[1] == losses[2] == losses[3] != losses[4]
+
+
+def test_an_encoder_of_another_architecture_without_the_mask(tmp_path):
+    """A BERT of the same tokenizer, which lacks the mask; its features drive every parameter."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    BertModel(BertConfig(vocab_size=MASK, max_position_embeddings=16, **sizes)).save_pretrained(tmp_path / "bert")
+    trainer = make_trainer(tmp_path, arguments={"encoder": tmp_path / "bert"}, feature_layers=[1, 2])
+    trainer.train()
+    before = weights_of(tiny_model("mdlm"))
+    assert not any(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.real_queue.features.shape == (6, 32)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_trains_a_model_that_was_loaded_as_custom_code(kind, tmp_path):
+    """The class comes from the checkpoint's own Python files; training is that of the package's class."""
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    name = type(model).__name__
+    custom_class = get_class_from_dynamic_module(f"modeling_tokendrift.{name}", str(tmp_path / "model"))
+    assert custom_class.__module__.startswith("transformers_modules") and custom_class is not type(model)
+    trainers = [
+        make_trainer(tmp_path / "out", model=m, max_steps=2)
+        for m in (model, custom_class.from_pretrained(tmp_path / "model"))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert_same(weights_of(trainers[0].model), weights_of(trainers[1].model), **EXACT)
+
+
+def test_half_precision_weights_are_warned_about(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.drift_trainer"):
+        make_trainer(tmp_path)
+        assert not caplog.records
+        make_trainer(tmp_path, model=tiny_model("mdlm").bfloat16())
+    assert "bfloat16" in caplog.text and "bf16=True" in caplog.text
+
+
+def test_mixed_precision_keeps_float32_weights_and_learns_the_same(tmp_path):
+    """bf16=True: float32 masters, finite, and the loss of the first step within 2 % of float32."""
+    trainers = [make_trainer(tmp_path, bf16=bf16, objective="none", base_loss_weight=1.0) for bf16 in (False, True)]
+    for trainer in trainers:
+        trainer.train()
+    assert {p.dtype for p in trainers[1].model.parameters()} == {torch.float32}
+    assert logged(trainers[1])[0] == pytest.approx(logged(trainers[0])[0], rel=0.02)
+
+
+# ---- Errors -----------------------------------------------------------------------------------------------
+
+
+class Poison(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+
+
+def test_nan_stops_with_the_step_and_keeps_the_last_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, arguments={"callbacks": [Poison()]})
+    with pytest.raises(ValueError, match=r"optimizer step 3 is not finite \(nan.*up to step 2"):
+        trainer.train()
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-2" and not (tmp_path / "checkpoint-3").exists()
+    assert all(w.isfinite().all() for w in load_file(tmp_path / "checkpoint-2/model.safetensors").values())
+
+
+def test_what_the_trainer_refuses(tmp_path, monkeypatch):
+    model, args = tiny_model("mdlm"), config(tmp_path)
+
+    def refused(match, *, model=model, args=args, **arguments):
+        with pytest.raises(ValueError, match=match):
+            DriftTrainer(model, args, train_dataset=toy_rows(4), **arguments)
+
+    refused("must be a DriftConfig, but it is a dict", args={})
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    refused("GPT2LMHeadModel has no diffusion process", model=gpt2)
+    refused("encoder= is the model that is trained", encoder=model)
+    refused("encoder= is the model that is trained", encoder=FrozenEncoder(model))
+    refused("embeds 30 ids and the model predicts 23", encoder=tiny_model("mdlm", vocab_size=30))
+    refused(
+        r"feature_layers=\[7\]: this encoder has hidden states 0 .* to 2", args=config(tmp_path, feature_layers=[7])
+    )
+    refused("encoder='base' needs adapters", encoder="base")
+    monkeypatch.setattr(drift_trainer, "is_deepspeed_zero3_enabled", lambda: True)
+    refused("ZeRO-3 .* encoder= ")
+
+
+def test_adapters(tmp_path):
+    """LoRA trains the adapters only; encoder='base' gives the training of a frozen copy, without one."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["attn_qkv"], init_lora_weights=False)
+    losses = []
+    for encoder in (None, "base"):
+        torch.manual_seed(0)
+        model = tiny_model("mdlm")
+        arguments = {"peft_config": lora, "encoder": encoder}
+        trainer = make_trainer(tmp_path, model=model, arguments=arguments)
+        before = weights_of(trainer.model)
+        trainer.train()
+        changed = {name for name, value in weights_of(trainer.model).items() if not torch.equal(value, before[name])}
+        assert changed and all("lora_" in name for name in changed)
+        losses.append(logged(trainer))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for match, arguments, fields in (
+        ("already has adapters", {"peft_config": lora}, {}),
+        ("cannot be combined with gradient_checkpointing", {"encoder": "base"}, {"activation_checkpointing": True}),
+        ("encoder= is the model that is trained", {"encoder": trainer.model.get_base_model()}, {}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, model=trainer.model, arguments=arguments, **fields)
+
+
+def test_rows_without_ids_or_too_long_stop_the_training(tmp_path):
+    for rows, match in (
+        ([{"text": "a"}] * 4, "need a column input_ids"),
+        (toy_rows(4, length=17), "17 tokens, but the model takes 1 to 16"),
+        ([{"input_ids": [1, 99]}] * 4, "run from 1 to 99, but the model knows 0 to 22"),
+        ([{"input_ids": [1, MASK]}] * 4, "contains the mask, id 22"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, rows=rows).train()

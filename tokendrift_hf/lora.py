@@ -1,0 +1,104 @@
+"""LoRA for the two models: which layers get adapters, and adapters on disk back to a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig, PeftModel
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+# Patterns that match the whole name of a module. Plain names would not do: "mlp.0" is also part of the time embedding
+# (sigma_map), which, like the adaLN modulation, stays as it is: refinement does not change what a time means.
+TARGETS = {
+    "attention": r".*blocks\.\d+\.(attn_qkv|attn_out)",
+    "linear": r".*(blocks\.\d+\.(attn_qkv|attn_out|mlp\.[02])|output_layer\.linear)",
+}
+
+
+def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **options: Any) -> LoraConfig:
+    """A peft configuration for MDLM and DUO.
+
+    Args:
+        targets: "attention" (projections of every block) or "linear" (also the MLPs and the vocabulary head: every
+            linear layer but the time embedding and the adaLN modulation).
+        r: rank of the adapters.
+        alpha: their scale is alpha / r.
+        options: any other field of peft's `LoraConfig` (use_dora, use_rslora, rank_pattern, lora_dropout, ...).
+
+    Raises:
+        ValueError: unknown targets or option, peft not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError("LoRA needs peft: pip install 'tokendrift-hf[peft]'.") from error
+    if targets not in TARGETS:
+        raise ValueError(f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}.")
+    # Without a task type AutoPeftModel refuses the adapter; CAUSAL_LM asks for methods that no diffusion model has.
+    fields = {"task_type": "FEATURE_EXTRACTION", "target_modules": TARGETS[targets]}
+    try:
+        return LoraConfig(r=r, lora_alpha=alpha, **fields | options)
+    except TypeError as error:
+        raise ValueError(f"{error}. LoRA takes targets, r, alpha and the fields of peft's LoraConfig.") from error
+
+
+def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
+    """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path."""
+    from peft import get_peft_model
+
+    revision = peft_config.revision or getattr(model.config, "_commit_hash", None)
+    wrapped = get_peft_model(model, peft_config, revision=revision)
+    for config in wrapped.peft_config.values():
+        name = config.base_model_name_or_path
+        if name and Path(name).is_dir():
+            config.base_model_name_or_path = os.path.abspath(name)
+    return wrapped
+
+
+def hide_local_base(model) -> None:
+    """Before a push: an adapter whose base is a directory here says so, without the path."""
+    for config in getattr(model, "peft_config", {}).values():
+        name = config.base_model_name_or_path
+        if name and Path(name).is_dir():
+            config.base_model_name_or_path = f"a local directory, {Path(name).name}"
+            logger.warning(
+                "The base of these adapters is the local directory %s: push it as well, and put its repository into "
+                "%s, so that others can load them.",
+                name,
+                ADAPTER_CONFIG,
+            )
+
+
+def is_adapter(name: str | os.PathLike) -> bool:
+    """Whether a directory holds adapters rather than a whole model."""
+    return Path(name, ADAPTER_CONFIG).is_file()
+
+
+def adapter_base(folder: str | os.PathLike) -> tuple[str, str | None]:
+    """The base model of the adapters in a directory: a path or hub id, and the revision."""
+    fields = json.loads(Path(folder, ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return fields.get("base_model_name_or_path") or "", fields.get("revision")
+
+
+def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTrainedModel:
+    """`base` with the adapters in a directory merged into its weights.
+
+    Raises:
+        ValueError: the adapters do not fit the model.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"The adapters in {folder} do not fit {type(base).__name__} ({error}).") from error

@@ -1,0 +1,69 @@
+"""Pairs of prompt and completion to training rows: the prompt is seen, never corrupted and never predicted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> datasets.Dataset:
+    """One row a pair: [bos] + prompt + completion + [eos], at most `block_size` tokens.
+
+    A completion that is too long is cut; a prompt that leaves no room for one drops its pair. Both are counted in the
+    log. Rows have their own lengths: the trainer's collator pads a batch to its longest.
+
+    Args:
+        pairs: columns `prompt` and `text` (the completion), as `load_text` with `prompt_column` gives them.
+        tokenizer: with an eos token, which stands in for a missing bos.
+        block_size: the model's length.
+
+    Returns:
+        Columns `input_ids` and `prompt_mask` (1: bos and prompt, 0: completion and eos).
+
+    Raises:
+        ValueError: no eos token; no pair that fits.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no eos token, which ends a completion; set tokenizer.eos_token.")
+    options = {"pairs": pairs, "tokenizer": tokenizer, "block_size": block_size}
+    ids = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": ids, "prompt_mask": ids})
+    try:
+        rows = datasets.Dataset.from_generator(_rows, gen_kwargs=options, features=features)
+    except ValueError as error:  # `datasets` says "corresponds to no data" when no row came
+        raise ValueError(
+            f"none of the {len(pairs)} pairs has a completion and a prompt that leaves room for it in {block_size} "
+            "tokens; give shorter prompts or a larger block_size."
+        ) from error
+    logger.info("%d rows of up to %d tokens", len(rows), block_size)
+    return rows
+
+
+def _rows(
+    pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Iterator[dict[str, list[int]]]:
+    eos = tokenizer.eos_token_id
+    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    dropped = cut = 0
+    for batch in pairs.iter(batch_size=1000):
+        prompts, completions = (
+            tokenizer([x or "" for x in batch[name]], add_special_tokens=False, verbose=False)["input_ids"]
+            for name in ("prompt", "text")
+        )
+        for prompt, completion in zip(prompts, completions, strict=True):
+            room = block_size - 2 - len(prompt)
+            if room < 1 or not completion:
+                dropped += 1
+                continue
+            cut += max(len(completion) - room, 0)
+            completion = [*completion[:room], eos]
+            yield {
+                "input_ids": [bos, *prompt, *completion],
+                "prompt_mask": [1] * (1 + len(prompt)) + [0] * len(completion),
+            }
+    logger.info("%d pairs, %d dropped, %d tokens cut off", len(pairs), dropped, cut)
