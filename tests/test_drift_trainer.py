@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
 from safetensors.torch import load_file
-from training import assert_same, config, logged, make_trainer, toy_rows, uneven_rows, weights_of
+from training import CHECKPOINTING, assert_same, config, logged, make_trainer, toy_rows, uneven_rows, weights_of
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -266,9 +266,8 @@ def test_the_log_shows_progress_while_the_loss_stays(tmp_path):
     assert entries[-1]["queue_fill"] == 64
     first, last = entries[0], entries[-1]
     assert last["feature_distance"] < 0.7 * first["feature_distance"]
-    assert last["drift_norm_0.2"] < 0.7 * first["drift_norm_0.2"]
     losses = [entry["loss"] for entry in entries]
-    assert all(0.3 < loss <= 0.5 + 1e-4 for loss in losses) and abs(losses[-1] - losses[0]) < 0.2 * losses[0]
+    assert all(0.3 < loss <= 0.5 + 1e-4 for loss in losses) and abs(losses[-1] - losses[0]) < 0.1 * losses[0]
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------------
@@ -389,8 +388,8 @@ def test_activation_checkpointing_gives_the_same_training(objective, tmp_path):
             tmp_path / str(checkpointing),
             model=tiny_model("mdlm", dropout=0.1),
             objective=objective,
-            activation_checkpointing=checkpointing,
             max_steps=2,
+            **{CHECKPOINTING: checkpointing},
         )
         trainer.train()
         assert trainer.model.backbone.blocks[0].gradient_checkpointing == checkpointing
@@ -518,7 +517,7 @@ def test_adapters(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for match, arguments, fields in (
         ("already has adapters", {"peft_config": lora}, {}),
-        ("cannot be combined with gradient_checkpointing", {"encoder": "base"}, {"activation_checkpointing": True}),
+        ("cannot be combined with gradient_checkpointing", {"encoder": "base"}, {CHECKPOINTING: True}),
         ("encoder= is the model that is trained", {"encoder": trainer.model.get_base_model()}, {}),
     ):
         with pytest.raises(ValueError, match=match):

@@ -8,6 +8,10 @@ from conftest import TINY, tiny_model
 from tokendrift_hf import DriftConfig, DriftTrainer
 
 LENGTH = 8
+# transformers renamed the field in 5.24.
+CHECKPOINTING = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(DriftConfig, name)
+)
 
 
 def toy_rows(count: int, length: int = LENGTH, **columns) -> list[dict]:

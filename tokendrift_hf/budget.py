@@ -87,8 +87,8 @@ def describe(cost: Budget, config: DriftConfig, num_steps: int, rate: float) -> 
         f"accumulated x {config.world_size} processes.\n"
         f"Memory of a device: {cost.fixed_bytes / GIB:.2f} GiB for weights, optimizer and encoder, about "
         f"{cost.batch_bytes / GIB:.2f} GiB for activations.\n"
-        f"Time: {per_step / 1e12:.2f} TFLOP a step and device, at {rate / 1e12:.2f} TFLOP/s (a matrix product, measured "
-        f"now) at least {_duration(seconds)} for {num_steps} steps; two to five times that is usual."
+        f"Time: {per_step / 1e12:.2f} TFLOP a step and device, at {rate / 1e12:.2f} TFLOP/s (a matrix product, "
+        f"measured now) at least {_duration(seconds)} for {num_steps} steps; two to five times that is usual."
     )
 
 

@@ -79,7 +79,9 @@ def load_text(
     strings = (datasets.Value("string"), datasets.Value("large_string"))
     for column in wanted:
         if text.column_names is not None and column not in text.column_names:
-            raise ValueError(f"{name} has no column {column!r}; it has {text.column_names}. Set text_column to one of them.")
+            raise ValueError(
+                f"{name} has no column {column!r}; it has {text.column_names}. Set text_column to one of them."
+            )
         if text.features is not None and text.features[column] not in strings:
             raise ValueError(f"column {column!r} of {name} is {text.features[column]}, not text.")
     text = text.select_columns(list(wanted))

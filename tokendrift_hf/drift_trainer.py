@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import has_length
 
+from .cards import Card
 from .checkpoint import MANIFEST, last_complete_checkpoint, read_manifest, write_manifest
 from .collator import CleanCollator
 from .drift import DriftField, drift_field
@@ -24,7 +26,7 @@ from .ema import WeightEMA
 from .encoder import FrozenEncoder
 from .hub.process_tokendrift import stratified_times
 from .lift import soft_lift, token_entropy
-from .lora import add_adapters
+from .lora import add_adapters, hide_local_base
 from .monitor import Dynamics, SampleMonitor, entropy_ratio
 from .noise import EVALUATE, TRAIN, row_noise, spread_times
 from .objectives import feature_loss, mirror_loss
@@ -142,6 +144,9 @@ class DriftTrainer(Trainer):
             self.monitor = SampleMonitor(args, self.processing_class)
             self.add_callback(Dynamics(args.gen_ppl_min_entropy_ratio))
         _warn_of_half_precision(self.model)
+        self.card = Card.of_run(self.model, args, has_tokenizer=self.processing_class is not None)
+        if args.push_to_hub:
+            hide_local_base(self.model)
         self._statistics: dict[str, list[Tensor]] = defaultdict(list)
         self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
         self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
@@ -415,6 +420,35 @@ class DriftTrainer(Trainer):
         else:
             with self._averaged():
                 super().save_model(output_dir, _internal_call)
+
+    # Cards and the hub
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self._write_card(output_dir or self.args.output_dir)
+
+    def _write_card(self, folder: str | os.PathLike) -> None:
+        self.card.repo = self.hub_model_id or self.args.hub_model_id
+        self.card.settings["trained_steps"] = self.state.global_step
+        self.card.save(Path(folder))
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write `card`, the facts of this run, instead of the Trainer's draft, whose arguments have no effect."""
+        if self.is_world_process_zero():
+            self._write_card(self.args.output_dir)
+
+    def push_to_hub(self, *args, **kwargs):
+        """As in `Trainer`, with the card of this run; adapters never name a directory of this machine as their base."""
+        hide_local_base(self.model)
+        return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The Trainer copies the files whose names it knows; code and card are not among them.
+        if self.is_world_process_zero():
+            for path in [*Path(checkpoint_folder).glob("*.py"), Path(checkpoint_folder, "README.md")]:
+                shutil.copy(path, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
 
 class _UpdateEMA(TrainerCallback):

@@ -48,7 +48,9 @@ def trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
     arguments = accumulated(arguments, recipe.global_batch_size)
     continued = arguments.get("objective") == "none"
     if continued and recipe.continuation:
-        raise ValueError("continuation: true beside objective: none would do the same training twice. Drop one of them.")
+        raise ValueError(
+            "continuation: true beside objective: none would do the same training twice. Drop one of them."
+        )
     if recipe.full_refinement is not None and recipe.lora is None:
         raise ValueError("full_refinement compares with lora, but the recipe has no lora: the run refines all weights.")
     if arguments.get("push_to_hub") and not arguments.get("hub_model_id"):

@@ -85,7 +85,7 @@ class Recipe:
             raise ValueError(f"dropout={self.dropout}: it is a probability below 1.")
         if self.streaming and (self.prompt_column or self.validation_split or self.reference_split):
             raise ValueError(
-                "streaming: true reads training text only. Leave out prompt_column, validation_split and reference_split."
+                "streaming: true reads training text only: leave out prompt_column, validation_split, reference_split."
             )
         if not self.num_steps or min(self.num_steps) < 1:
             raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")

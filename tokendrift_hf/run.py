@@ -80,7 +80,8 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
 
     models, results = {BASE: base}, {"recipe": vars(recipe), "arguments": arguments, "training": {}}
     for training in planned:
-        models[training.label], results["training"][training.label] = _train(recipe, training, splits, tokenizer, resume)
+        label = training.label
+        models[label], results["training"][label] = _train(recipe, training, splits, tokenizer, resume)
     results["seconds_training"] = time.perf_counter() - start
     if not PartialState().is_main_process:
         return results
@@ -134,9 +135,10 @@ def evaluate_models(harness: Harness, recipe: Recipe, reference=None, refined: s
 
 
 def _model(recipe: Recipe, name: str | None = None):
-    changes = {} if recipe.dropout is None else {"dropout": recipe.dropout}
-    revision = recipe.revision if name is None else None
-    return load_model(name or recipe.model, revision=revision, attn_implementation=recipe.attn_implementation, **changes)
+    """The model to refine, or one of this run's own."""
+    options = {"attn_implementation": recipe.attn_implementation, "revision": recipe.revision if name is None else None}
+    options |= {} if recipe.dropout is None else {"dropout": recipe.dropout}
+    return load_model(name or recipe.model, **options)
 
 
 def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> DriftTrainer:
