@@ -173,7 +173,9 @@ def test_prompts_of_unequal_length_give_each_row_what_it_would_get_alone(kind, s
 def test_texts_longer_than_the_model_are_written_in_windows(kind):
     """Each window sees the last tokens of the text so far, keeps them, and adds `stride`."""
     model, steps, calls = tiny_model(kind), [], []
-    model.register_forward_hook(lambda module, args, kwargs, output: calls.append(kwargs["input_ids"]), with_kwargs=True)
+    model.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append(kwargs["input_ids"]), with_kwargs=True
+    )
     prompt = torch.tensor([[3, 1, 4]])
     output = model.generate(
         prompt,
@@ -217,7 +219,9 @@ def test_trim_eos_cuts_after_the_first_generated_end_of_text():
     eos = int(plain[0, 6])
     prompt[0, 0] = eos
     plain = model.generate(prompt, **settings)
-    output = model.generate(prompt, trim_eos=True, eos_token_id=eos, pad_token_id=20, return_dict_in_generate=True, **settings)
+    output = model.generate(
+        prompt, trim_eos=True, eos_token_id=eos, pad_token_id=20, return_dict_in_generate=True, **settings
+    )
     cut = 0
     for row, n, whole in zip(output.sequences, output.lengths.tolist(), plain, strict=True):
         found = [i for i in range(3, 16) if whole[i] == eos]
@@ -231,7 +235,12 @@ def test_trim_eos_cuts_after_the_first_generated_end_of_text():
     assert output.lengths.tolist() == [2] and output.sequences.tolist() == [[eos, eos]]
     windows = []
     model.generate(
-        max_new_tokens=100, stride=8, trim_eos=True, eos_token_id=eos, num_steps=2, callback=lambda s: windows.append(s.window)
+        max_new_tokens=100,
+        stride=8,
+        trim_eos=True,
+        eos_token_id=eos,
+        num_steps=2,
+        callback=lambda s: windows.append(s.window),
     )
     assert set(windows) == {0}  # nothing is written behind the end
 
@@ -397,6 +406,7 @@ def test_settings_come_from_the_call_then_the_config_then_the_model_then_the_def
     assert settings(generation_config=copy.deepcopy(model.generation_config), num_steps=4)["num_steps"] == 4
     model.generation_config.max_length = 9
     assert model.generate(seed=0).shape == (1, 9) and model.generate(seed=0, max_new_tokens=5).shape == (1, 5)
+    assert model.generate(seed=0, generation_config=DiffusionGenerationConfig(max_new_tokens=7)).shape == (1, 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -438,6 +448,7 @@ def test_settings_with_unknown_names_are_refused():
         ("mdlm", {"num_steps": 2.5}, "num_steps=2.5"),
         ("mdlm", {"num_samples": 0}, "num_samples=0"),
         ("mdlm", {"temperature": -1.0}, "temperature=-1.0. It must be >= 0"),
+        ("mdlm", {"temperature": "hot"}, "temperature='hot', top_p=1.0. They must be numbers"),
         ("mdlm", {"top_p": 0.0}, r"top_p=0.0. It must be in \(0, 1\]"),
         ("mdlm", {"top_k": -3}, "top_k=-3"),
         ("mdlm", {"chunk_size": 0}, "chunk_size=0"),

@@ -113,7 +113,10 @@ def mask_column(model):
 def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
     """The steps of a psi sampler from its formula: kappa q(x_s | x_t) + (1 - kappa) q_s(. | x_0 ~ q(x_0 | x_t))."""
     times = torch.linspace(1, 1e-5, N + 1, dtype=torch.float64).tolist() if times is None else times
-    alpha = lambda time: 1 - (1 - 1e-3) * time  # noqa: E731
+
+    def alpha(time):
+        return 1 - (1 - 1e-3) * time
+
     V = process.vocab_size
     noise = torch.zeros(V, dtype=torch.float64)
     if hasattr(process, "mask_id"):
@@ -123,8 +126,8 @@ def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
     laws = []
     for i in range(N):
 
-        def law(p, x, a_t=alpha(times[i]), a_s=alpha(times[i + 1]), k=kappa[i]):
-            a_t, a_s = torch.tensor(a_t, dtype=torch.float64), torch.tensor(a_s, dtype=torch.float64)
+        def law(p, x, i=i, k=kappa[i]):
+            a_t, a_s = (torch.tensor(alpha(time), dtype=torch.float64) for time in (times[i], times[i + 1]))
             q_s = process.posterior(p, x, a_t, a_s) if a_s > a_t else nn.functional.one_hot(x, V).double()
             clean = process.posterior(p, x, a_t, torch.ones_like(a_s))
             return k * q_s + (1 - k) * (a_s * clean + (1 - a_s) * noise)
@@ -252,10 +255,12 @@ def test_max_rescale_is_the_corrected_one_and_the_recorded_one_differs_as_docume
 
 @pytest.mark.parametrize("N", [1, 3, 16])
 def test_a_masked_psi_step_is_remdm(N):
-    """sigma of ReMDM's equation: a present token is masked with sigma, a mask falls with (a_s - (1-sigma) a_t)/(1-a_t)."""
+    """ReMDM: a present token is masked with sigma, a mask falls with (a_s - (1 - sigma) a_t) / (1 - a_t)."""
     times = torch.linspace(1, 1e-5, N + 1, dtype=torch.float64).tolist()
     alphas = [1 - (1 - 1e-3) * t for t in times]
-    for (a_t, a_s), k in zip(itertools.pairwise(alphas), samplers.kappas("max-capped-0.3", [0, 0], alphas), strict=True):
+    for (a_t, a_s), k in zip(
+        itertools.pairwise(alphas), samplers.kappas("max-capped-0.3", [0, 0], alphas), strict=True
+    ):
         sigma = min(0.3, (1 - a_s) / a_t, 1 - a_s)  # kappa is clipped at 0
         reveal, remask = samplers.absorbing_rates(a_t, a_s, k)
         assert remask == pytest.approx(sigma) and reveal == pytest.approx((a_s - (1 - sigma) * a_t) / (1 - a_t))
@@ -298,7 +303,7 @@ def mixture(process, p, x, alpha_t, alpha_s, kappa):
 def test_rates_give_the_recorded_posteriors(kind):
     """The rates by which the samplers decide, put together, are the recorded q(x_s | x_t), also with kappa.
 
-    The recorded alphas are float32, hence the first tolerance; against the formula in float64 there is none to speak of.
+    The recorded alphas are float32, hence the first tolerance.
     """
     fixture = recorded(f"posterior_{kind}")
     p, x = fixture[f"{kind}.p_x0"], fixture[f"{kind}.x_t"]
@@ -345,7 +350,9 @@ def replay(name: str, kind: str, weights: str, dtype, greedy: bool, top_p: float
             new = torch.where(process.predicted_positions(x), p.argmax(-1), x)
         else:
             alpha_s = alphas[i + 1] if i < N else 1.0
-            law = mixture(process, p, x, alphas[i], alpha_s, 1.0 if kappa is None or i == N else kappa(alphas[i], alpha_s))
+            law = mixture(
+                process, p, x, alphas[i], alpha_s, 1.0 if kappa is None or i == N else kappa(alphas[i], alpha_s)
+            )
             new = reference_categorical(law, uniforms[i])
             if hasattr(process, "mask_id") and kappa is None:
                 new = torch.where(x == process.mask_id, new, x)
@@ -369,12 +376,24 @@ def replay(name: str, kind: str, weights: str, dtype, greedy: bool, top_p: float
         ("sampling_mdlm_cache_hits", "mdlm", False, 1.0, None),
         ("sampling_mdlm_cache_hits_greedy", "mdlm", True, 1.0, None),
         ("sampling_mdlm_analytic", "mdlm", False, 1.0, None),
-        ("sampling_mdlm_psi_capped", "mdlm", False, 1.0, lambda t, s: samplers.kappas("max-capped-0.4", [0, 0], [t, s])[0]),
+        (
+            "sampling_mdlm_psi_capped",
+            "mdlm",
+            False,
+            1.0,
+            lambda t, s: samplers.kappas("max-capped-0.4", [0, 0], [t, s])[0],
+        ),
         ("sampling_duo_ancestral", "duo", False, 1.0, None),
         ("sampling_duo_greedy", "duo", True, 1.0, None),
         ("sampling_duo_nucleus", "duo", True, 0.9, None),
         # the reference's max-rescale, with eta twice
-        ("sampling_duo_psi_rescale", "duo", False, 1.0, lambda t, s: max(0.0, 1 - 0.9 * min(0.9, (1 - s) / t) / (1 - s))),
+        (
+            "sampling_duo_psi_rescale",
+            "duo",
+            False,
+            1.0,
+            lambda t, s: max(0.0, 1 - 0.9 * min(0.9, (1 - s) / t) / (1 - s)),
+        ),
     ],
 )
 def test_recorded_runs_of_duo(name, kind, greedy, top_p, kappa):

@@ -255,15 +255,16 @@ class DiffusionGenerationMixin:
         if unknown:
             raise ValueError(f"generate() got unknown arguments {unknown}. Settings are {sorted(settings.fields)}.")
         given = {name: value for name, value in arguments.items() if value is not None}
-        for source in (self.generation_config.to_dict(), settings.defaults):
-            for name in settings.fields:
-                if getattr(settings, name) is None:
-                    setattr(settings, name, copy.deepcopy(source.get(name)))
-        for name, other in (("max_new_tokens", "max_length"), ("max_length", "max_new_tokens")):
-            if name in given:
-                setattr(settings, other, None)  # two names of one setting: the one given here replaces the stored one
+        lengths = {"max_new_tokens", "max_length"}  # two names of one setting, so that either replaces a stored one
+        if lengths & set(given):
+            settings.max_new_tokens = settings.max_length = None
         for name, value in given.items():
             setattr(settings, name, value)
+        has_length = any(getattr(settings, name) is not None for name in lengths)
+        for source in (self.generation_config.to_dict(), settings.defaults):
+            for name in settings.fields:
+                if getattr(settings, name) is None and not (has_length and name in lengths):
+                    setattr(settings, name, copy.deepcopy(source.get(name)))
         return set(given), settings
 
     def _check(self, settings, given: set[str], seed, generator, chunk_size):
@@ -289,8 +290,11 @@ class DiffusionGenerationMixin:
             value = getattr(settings, key)
             need(value is None or _is_whole(value, 1), f"{key}={value!r}", "It must be a positive whole number.")
         need(chunk_size is None or _is_whole(chunk_size, 1), f"chunk_size={chunk_size!r}", "It must be positive.")
-        need(settings.temperature >= 0, f"temperature={settings.temperature}", "It must be >= 0; 0 is greedy.")
-        need(0 < settings.top_p <= 1, f"top_p={settings.top_p}", "It must be in (0, 1]; 1 keeps every token.")
+        temperature, top_p = settings.temperature, settings.top_p
+        is_number = isinstance(temperature, (int, float)) and isinstance(top_p, (int, float))
+        need(is_number, f"temperature={temperature!r}, top_p={top_p!r}", "They must be numbers.")
+        need(0 <= temperature < float("inf"), f"temperature={temperature}", "It must be >= 0; 0 is greedy.")
+        need(0 < top_p <= 1, f"top_p={top_p}", "It must be in (0, 1]; 1 keeps every token.")
         for key, values in (("noise_removal", ("ancestral", "greedy", "none")), ("precision", ("float64", "float32"))):
             value = getattr(settings, key)
             need(value in values, f"{key}={value!r}", f"Give one of {values}.")

@@ -312,6 +312,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         positions: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
     ) -> MaskedLMOutput | tuple:
         """Predict the clean tokens.
 
@@ -327,6 +328,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
             positions: ids of n positions a row, [B, n]: for samplers, which need few of them. The head and most of the
                 last block are then left out elsewhere: `logits` is None and `hidden_states` the pair (last hidden state
                 [B, n, D], time conditioning [B, C]) that `logits(hidden, c)` takes.
+            output_attentions: there for peft, whose wrapper always passes it on; attention weights are never kept.
 
         Returns:
             `logits` [B, L, V], raw but for a masked model's mask column, which is pushed to -1e6; with `labels`,
@@ -334,6 +336,8 @@ class DiffusionPreTrainedModel(PreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if output_attentions:
+            raise ValueError("output_attentions=True: these models keep no attention weights. Leave it out.")
         if inputs_embeds is None:
             inputs_embeds = self.backbone.vocab_embed(input_ids)
         B, L = inputs_embeds.shape[:2]
