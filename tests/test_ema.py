@@ -8,6 +8,7 @@ from conftest import tiny_model
 from safetensors.torch import load_file
 from torch import nn
 from training import assert_same, logged, make_trainer, toy_rows, weights_of
+from transformers import Trainer
 
 from tokendrift_hf.ema import WeightEMA
 
@@ -128,13 +129,12 @@ def test_the_best_checkpoint_brings_its_own_average_back(tmp_path):
 
 
 def test_averages_do_not_go_with_split_weights(tmp_path, monkeypatch):
-    from tokendrift_hf import DriftTrainer
+    create = Trainer.create_accelerator_and_postprocess
 
-    monkeypatch.setattr(DriftTrainer, "is_fsdp_enabled", True, raising=False)
-    monkeypatch.setattr(DriftTrainer, "__setattr__", _keep_fsdp)
+    def create_with_fsdp(self):
+        create(self)
+        self.is_fsdp_enabled = True
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_with_fsdp)
     with pytest.raises(ValueError, match="ema_decay does not work with FSDP or DeepSpeed"):
         make_trainer(tmp_path, ema_decay=0.9)
-
-
-def _keep_fsdp(self, name, value):
-    object.__setattr__(self, name, True if name == "is_fsdp_enabled" else value)

@@ -49,7 +49,7 @@ def test_targets_are_the_projections_and_never_the_time_conditioning(kind, targe
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_only_adapters_are_trained_and_saved(kind, targets, tmp_path):
-    """After training the base is the same bit for bit, every adapter has moved, and they alone are in the checkpoint."""
+    """After training the base is the same bit for bit, every adapter has moved, and the checkpoint holds them alone."""
     trainer = refined(tmp_path, saved_base(tmp_path, kind), lora_config(targets, r=2))
     after = weights_of(trainer.model)
     base = {name.replace(".base_layer", ""): value for name, value in after.items() if "lora_" not in name}

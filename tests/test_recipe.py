@@ -66,6 +66,8 @@ def test_flags_override_the_file(tmp_path):
     recipe, arguments = read_recipe(path, flags(["--max_steps", "5", "--num-steps", "8", "16", "--bf16=true"]))
     assert arguments == {"max_steps": 5, "bf16": True}
     assert recipe.num_steps == [8, 16]
+    recipe, arguments = read_recipe(path, flags(["--num-steps", "8", "--save_strategy", "no"]))
+    assert recipe.num_steps == [8] and arguments["save_strategy"] == "no"
 
 
 @pytest.mark.parametrize(("words", "message"), [(["--max_steps"], "needs a value"), (["5"], "unexpected argument")])

@@ -40,6 +40,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
     train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    train.add_argument(
+        "--push-to-hub", "--push_to_hub", nargs="?", const="true", help="upload the result to hub_model_id"
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="say what it would cost and what a push would upload, and stop"
+    )
     train.set_defaults(run=run_train)
 
     generate = commands.add_parser("generate", help="sample text from a model")
@@ -110,8 +116,9 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     from .recipe import read_recipe
     from .run import refine
 
-    recipe, arguments = read_recipe(options.recipe, flags(rest))
-    refine(recipe, arguments, resume=options.resume)
+    pushed = {} if options.push_to_hub is None else {"push_to_hub": options.push_to_hub}
+    recipe, arguments = read_recipe(options.recipe, flags(rest) | pushed)
+    refine(recipe, arguments, resume=options.resume, dry_run=options.dry_run)
     return 0
 
 

@@ -393,7 +393,7 @@ class DriftTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        queues = load_file(Path(checkpoint, QUEUES_FILE), device=str(self.args.device))
+        queues = load_file(Path(checkpoint, QUEUES_FILE))
         self.real_queue.load_state_dict({"features": queues["real"]})
         self.generated_queue.load_state_dict({"features": queues["generated"]})
         self._load_ema(checkpoint)
@@ -403,7 +403,7 @@ class DriftTrainer(Trainer):
             return
         path = Path(checkpoint, EMA_FILE)
         if path.is_file():
-            self.ema.load_state_dict(load_file(path, device=str(self.args.device)))
+            self.ema.load_state_dict(load_file(path))
         else:
             self.ema.reset(self.model)  # the checkpoint was written without ema_decay
 

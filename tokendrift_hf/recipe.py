@@ -128,6 +128,10 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
                 + " Fields are those of Recipe (tokendrift train --help) and of DriftConfig."
             )
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
+        if name in overrides and not _fits(value, wanted) and _fits([value], wanted):
+            values[name] = value = [value]  # --num_steps 4
+        if value is False and not _fits(value, wanted) and _fits("no", wanted):
+            values[name] = value = "no"  # what YAML 1.1 makes of it: save_strategy: no
         if not _fits(value, wanted):
             raise ValueError(f"{path}: {name} must be {_name(wanted)}, but it is {value!r}.")
     if "model" not in values:

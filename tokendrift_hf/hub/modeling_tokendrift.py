@@ -106,6 +106,14 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+class ZeroLinear(nn.Linear):
+    """A linear layer that starts at zero: with it (adaLN-zero) every block starts as the identity.
+
+    A class of its own, since transformers initialises custom code by the module that holds the parameter and skips
+    modules that hold none, such as a block.
+    """
+
+
 class DiTBlock(GradientCheckpointingLayer):
     """x + gate * attention(modulated norm of x), then the same with the MLP; the six modulations come from `c`."""
 
@@ -122,7 +130,7 @@ class DiTBlock(GradientCheckpointingLayer):
         self.attn_out = nn.Linear(size, size, bias=False)
         self.norm2 = LayerNorm(size)
         self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(approximate="tanh"), nn.Linear(4 * size, size))
-        self.adaLN_modulation = nn.Linear(config.cond_dim, 6 * size)
+        self.adaLN_modulation = ZeroLinear(config.cond_dim, 6 * size)
 
     def attention(self, x, cos, sin, attention_mask, positions):
         query, key, value = self.attn_qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(dim=2)
@@ -161,8 +169,8 @@ class OutputLayer(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.norm_final = LayerNorm(config.hidden_size)
-        self.linear = nn.Linear(config.hidden_size, config.vocab_size)
-        self.adaLN_modulation = nn.Linear(config.cond_dim, 2 * config.hidden_size)
+        self.linear = ZeroLinear(config.hidden_size, config.vocab_size)
+        self.adaLN_modulation = ZeroLinear(config.cond_dim, 2 * config.hidden_size)
 
     def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
@@ -224,7 +232,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.weight, std=0.0 if isinstance(module, ZeroLinear) else self.config.initializer_range)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, VocabEmbedding):
@@ -233,11 +241,6 @@ class DiffusionPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
         elif isinstance(module, RotaryEmbedding):
             init.copy_(module.inv_freq, module.inverse_frequencies(module.inv_freq.device))
-        if isinstance(module, (DiTBlock, OutputLayer)):  # adaLN-zero: every block starts as the identity
-            init.zeros_(module.adaLN_modulation.weight)
-            init.zeros_(module.adaLN_modulation.bias)
-        if isinstance(module, OutputLayer):
-            init.zeros_(module.linear.weight)
 
     @classmethod
     def from_pretrained(
