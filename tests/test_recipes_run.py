@@ -122,6 +122,7 @@ def test_accumulation_follows_from_the_number_of_processes(processes, steps, mon
         ({"gradient_accumulation_steps": "2"}, "two ways to say one thing"),
         ({"continuation": "true", "objective": "none", "base_loss_weight": "1"}, "the same training twice"),
         ({"full_refinement": "{}"}, "no lora"),
+        ({"lora": "{}", "full_refinement": "{learning_rte: 1}"}, "learning_rte.*no fields of DriftConfig"),
         ({"push_to_hub": "true"}, "push_to_hub needs the name of the repository"),
         ({"lora": "{targets: all}"}, "targets='all' is not known"),
         ({"dropout": "1.0"}, "dropout=1.0"),

@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="turn a released or Lightning checkpoint into a model directory")
     convert.add_argument("source", type=Path, metavar="SRC", help="a .ckpt or .safetensors file, or released directory")
     convert.add_argument("destination", type=Path, metavar="DST", help="a directory that does not exist or is empty")
+    convert.add_argument("--model", choices=["mdlm", "duo"], help="if nothing in SRC says which it is")
     convert.add_argument("--no-ema", action="store_true", help="take the raw weights, not their moving average")
     convert.set_defaults(run=run_convert)
     return parser
@@ -215,7 +216,7 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
 def run_convert(options: argparse.Namespace, rest: list[str]) -> int:
     from .convert import convert
 
-    print(convert(options.source, options.destination, ema=not options.no_ema))
+    print(convert(options.source, options.destination, ema=not options.no_ema, model=options.model))
     return 0
 
 

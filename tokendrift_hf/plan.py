@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,9 @@ def trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
         )
     if recipe.full_refinement is not None and recipe.lora is None:
         raise ValueError("full_refinement compares with lora, but the recipe has no lora: the run refines all weights.")
+    unknown = set(recipe.full_refinement or ()) - {f.name for f in fields(DriftConfig)}
+    if unknown:
+        raise ValueError(f"full_refinement has {sorted(unknown)}, which are no fields of DriftConfig.")
     if arguments.get("push_to_hub") and not arguments.get("hub_model_id"):
         raise ValueError("push_to_hub needs the name of the repository: hub_model_id, such as me/mdlm-tokendrift.")
 

@@ -147,6 +147,8 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
 def _numbers(value):
     if isinstance(value, list):
         return [_numbers(x) for x in value]
+    if isinstance(value, dict):
+        return {name: _numbers(x) for name, x in value.items()}
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 

@@ -125,7 +125,7 @@ class Denoiser:
         on_cpu = model.device.type == "cpu"
         elements = (2**23 if on_cpu else 2**27) // (4 if top_p < 1 else 1)  # sorting needs several copies
         self.chunk_size = chunk_size or max(1, elements // model.config.vocab_size)
-        self.tokens_per_call = 2**11 if on_cpu else 2**16
+        self.tokens_per_call = 2**10 if on_cpu else 2**16
         self.num_calls = 0
 
     def __call__(self, x: torch.Tensor, t: torch.Tensor, wanted: torch.Tensor, identical: bool = False):

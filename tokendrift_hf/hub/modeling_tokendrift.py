@@ -16,6 +16,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import cached_file, extract_commit_hash
 
 from .configuration_tokendrift import DiTConfig, DUOConfig, MDLMConfig
 from .generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
@@ -282,6 +283,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
                 f"The weights in {str(name)!r} do not fit {cls.__name__}: {'; '.join(wrong)}. They belong to another "
                 "architecture or configuration, or the file is damaged; check config.json against the weights."
             )
+        model.config._commit_hash = _commit(name, kwargs)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args, **kwargs):
@@ -388,6 +390,17 @@ class DiffusionPreTrainedModel(PreTrainedModel):
     def logits(self, hidden: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """The head on hidden states [B, L, D] (or on any chosen rows [N, 1, D] with c [N, C]) -> [.., .., V]."""
         return self.backbone.output_layer(hidden, c)
+
+
+def _commit(name, kwargs: dict) -> str | None:
+    """The commit of a repository that was just loaded, for adapters and model cards to name; None for directories."""
+    if name is None or os.path.isdir(name):
+        return None
+    options = {key: kwargs[key] for key in ("revision", "cache_dir", "subfolder") if kwargs.get(key) is not None}
+    try:
+        return extract_commit_hash(cached_file(name, "config.json", local_files_only=True, **options), None)
+    except OSError:  # loaded without its config.json
+        return None
 
 
 class MDLMForMaskedLM(DiffusionPreTrainedModel, DiffusionGenerationMixin):
