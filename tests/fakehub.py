@@ -1,4 +1,4 @@
-"""A hub on the loopback interface, all in memory: enough of the API to create, push, list and download models."""
+"""A hub on the loopback interface, all in memory: enough of the API to create, push, list and download models and Spaces."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(content, 409 if existed else 200)
         if self.location == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
-        match = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/[^/]+", self.location)
+        match = re.fullmatch(r"/api/(?:models|spaces)/(.+?)/(preupload|commit)/[^/]+", self.location)
         if not match:
             return self.answer({"error": "not found"}, 404)
         repo_id, action = match.groups()
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         if location == "/api/whoami-v2":
             access = {"type": "access_token", "accessToken": {"role": "write"}}
             return self.answer({"type": "user", "name": hub.user, "auth": access})
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)(?:/.*)?)?", location)
+        match = re.fullmatch(r"/api/(?:models|spaces)/([^/]+/[^/]+)(?:/(revision|tree)(?:/.*)?)?", location)
         if match and match[1] in hub.repos:
             files = hub.repos[match[1]]
             if match[2] == "tree":
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.answer([{"type": "file", "path": p, "size": size, "oid": oid} for p, size, oid in rows])
             names = {"id": match[1], "modelId": match[1], "sha": hub.commit(match[1]), "private": False, "tags": []}
             return self.answer({**names, "siblings": [{"rfilename": path} for path in files]})
-        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", location)
+        match = re.fullmatch(r"(?:/spaces)?/([^/]+/[^/]+)/resolve/[^/]+/(.+)", location)
         if match and match[1] in hub.repos:
             commit, data = hub.commit(match[1]), hub.repos[match[1]].get(match[2])
             if data is None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
+from peft import LoraConfig
 from safetensors.torch import load_file
 from training import CHECKPOINTING, assert_same, config, logged, make_trainer, toy_rows, uneven_rows, weights_of
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from tokendrift_hf import DriftConfig, DriftTrainer, FrozenEncoder, drift_trainer
+from tokendrift_hf import DriftConfig, DriftTrainer, FrozenEncoder, MDLMForMaskedLM, drift_trainer
 from tokendrift_hf.checkpoint import last_complete_checkpoint
 from tokendrift_hf.collator import CleanCollator
 from tokendrift_hf.drift import DriftField
@@ -50,8 +51,8 @@ def slow_corrupt(x_0, key, vocab_size, masked, num_rows):
     return torch.tensor(t, dtype=torch.float32), x_t, noise.order
 
 
-def slow_field(h, u, v, temperatures):
-    """V of section 3.2, pair by pair in float64; anchor i is negative i."""
+def slow_field(h, u, v, temperatures, a, r):
+    """V of section 3.2, pair by pair in float64; anchor i is negative i, a and r weigh attraction and repulsion."""
     h, u, v = (x.detach().double() for x in (h, u, v))
     references = torch.cat([u, v])
     fields = []
@@ -69,9 +70,9 @@ def slow_field(h, u, v, temperatures):
         V = torch.zeros_like(h)
         for i in range(len(h)):
             for j in range(len(u)):
-                V[i] += A[i, j] * A[i, len(u) :].sum() * u[j]
+                V[i] += a * A[i, j] * A[i, len(u) :].sum() * (u[j] - h[i])
             for k in range(len(v)):
-                V[i] -= A[i, len(u) + k] * A[i, : len(u)].sum() * v[k]
+                V[i] -= r * A[i, len(u) + k] * A[i, : len(u)].sum() * (v[k] - h[i])
         fields.append(V / V.square().sum(1).mean().sqrt())
     return sum(fields) / len(fields)
 
@@ -105,6 +106,8 @@ def slow_training(model, batches, args: DriftConfig):
             logits = model(input_ids=x_t, timesteps=t).logits
             predicted = x_t == MASK if masked else torch.ones_like(x_t, dtype=torch.bool)
             p = logits.softmax(-1)
+            if args.encoder_input == "hard_st":
+                p = F.one_hot(logits.argmax(-1), len(E)) + p - p.detach()
             lifted = torch.stack(
                 [
                     torch.stack([p[i, pos] @ E if predicted[i, pos] else E[x_t[i, pos]] for pos in range(L)])
@@ -112,7 +115,8 @@ def slow_training(model, batches, args: DriftConfig):
                 ]
             )
             h, u = slow_features(encoder, lifted, order, tokens), slow_features(encoder, E[x_0], order, tokens).detach()
-            V = slow_field(h, torch.stack([*u, *real]), torch.stack([*h.detach(), *generated]), args.temperatures)
+            references = torch.stack([*u, *real]), torch.stack([*h.detach(), *generated])
+            V = slow_field(h, *references, args.temperatures, args.attraction, args.repulsion)
             if args.objective == "feature":
                 loss = 0.5 * (h - (h + args.drift_scale * V.float()).detach()).square().sum(1).mean()
             else:
@@ -122,9 +126,11 @@ def slow_training(model, batches, args: DriftConfig):
                 if args.mirror_eta is not None:
                     eta = args.mirror_eta
                 ell = logits.double()
+                gap = (ell - (ell + eta * g).detach()).square()
                 p_star = (ell + eta * g).softmax(-1).detach()
                 divergence = p_star * (p_star.clamp_min(1e-300).log() - ell.log_softmax(-1))
-                loss = divergence.where(p_star > 0, 0).sum(-1)[predicted].sum() / B
+                distance = gap if args.objective == "mirror_mse" else divergence.where(p_star > 0, 0)
+                loss = distance.sum(-1)[predicted].sum() / B
             if args.base_loss_weight:
                 loss = loss + args.base_loss_weight * model(input_ids=x_t, timesteps=t, labels=x_0).loss
             (loss / args.gradient_accumulation_steps).backward()
@@ -139,12 +145,14 @@ def slow_training(model, batches, args: DriftConfig):
     "kind, fields",
     [
         ("mdlm", {"gradient_accumulation_steps": 2, "drift_scale": 0.7}),
-        ("duo", {"max_steps": 2}),
+        ("duo", {"max_steps": 2, "attraction": 2.0}),
+        ("mdlm", {"max_steps": 2, "encoder_input": "hard_st", "repulsion": 2.0}),
+        ("duo", {"objective": "mirror_mse", "max_steps": 2, "learning_rate": 0.05}),
         ("mdlm", {"objective": "mirror_kl", "base_loss_weight": 0.5, "max_steps": 2, "learning_rate": 0.1}),
         ("mdlm", {"objective": "mirror_kl", "mirror_eta": 30.0, "max_steps": 2, "learning_rate": 0.1}),
         ("mdlm", {"feature_pooling": "tokens", "feature_tokens": 3, "queue_size": 20, "max_steps": 2}),
     ],
-    ids=["feature", "duo", "mirror_with_base_loss", "mirror_raw_eta", "tokens"],
+    ids=["feature", "duo", "hard", "mirror_mse", "mirror_with_base_loss", "mirror_raw_eta", "tokens"],
 )
 def test_training_is_algorithm_1(kind, fields, tmp_path):
     """Same losses, weights and queues as the algorithm written out; the encoder and its weights stay out of it."""
@@ -207,7 +215,7 @@ def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
 def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labels, tmp_path, monkeypatch):
     """1 x 8 against 4 x 2 rows with SGD: same step, same logged loss. The field, which couples the rows of a
     micro-batch, is replaced by one that does not, and the noise by one that belongs to a row's text."""
-    original = DriftTrainer._corrupt
+    original, forward = DriftTrainer._corrupt, MDLMForMaskedLM.forward
     rows = toy_rows(8, **({"labels": list} if with_labels else {}))
     index = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
 
@@ -223,6 +231,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labe
     def pull_to_a_point(h, real, generated, *, temperatures, **settings):
         return DriftField(torch.ones_like(h) / 8 - h, h.new_ones(len(temperatures)), h.new_ones(len(temperatures)))
 
+    # A forward that takes anything makes the Trainer believe that the loss is divided by its count of labels.
+    monkeypatch.setattr(MDLMForMaskedLM, "forward", lambda self, **kwargs: forward(self, **kwargs))
     monkeypatch.setattr(DriftTrainer, "_corrupt", corrupt_by_text)
     monkeypatch.setattr(drift_trainer, "drift_field", pull_to_a_point)
     results = []
@@ -501,8 +511,7 @@ def test_what_the_trainer_refuses(tmp_path, monkeypatch):
 
 def test_adapters(tmp_path):
     """LoRA trains the adapters only; encoder='base' gives the training of a frozen copy, without one."""
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["attn_qkv"], init_lora_weights=False)
+    lora = LoraConfig(r=2, target_modules=["attn_qkv"], init_lora_weights=False)
     losses = []
     for encoder in (None, "base"):
         torch.manual_seed(0)

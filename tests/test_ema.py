@@ -83,7 +83,7 @@ def test_the_trainer_evaluates_samples_and_saves_averages_and_checkpoints_raw_we
     plain = make_trainer(tmp_path / "plain", model=averaged, arguments={"eval_dataset": toy_rows(5)})
     assert plain.evaluate()["eval_loss"] == loss
 
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # as push_to_hub does
     for folder, weights in ((tmp_path, shadow), (tmp_path / "checkpoint-3", raw)):
         saved = load_file(folder / "model.safetensors")
         assert_same({name: saved[name] for name in shadow}, {name: weights[name] for name in shadow}, **EXACT)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from conftest import run_python
 from fakehub import FakeHub
+
+from tokendrift_hf import GenPPL
 
 CODE = {"modeling_tokendrift.py", "configuration_tokendrift.py", "generation_tokendrift.py", "process_tokendrift.py"}
 
@@ -134,3 +137,26 @@ def test_command_line_rehearses_a_push_and_pushes(text_files, tmp_path):
         assert CODE <= listed and set(files) - listed == {"training.json"} and listed <= set(files)
         card = files["README.md"].decode()
         assert "name: Gen.-PPL at 2 steps" in card and "judge: judge" in card and str(text_files) not in card
+
+
+def test_metric_as_a_space(text_files, tmp_path):
+    """Pushed once, `evaluate.load("owner/name")` scores text where this package is not installed."""
+    text = "Return the name of the object and its size."
+    with FakeHub() as hub:
+        push = """
+            from tokendrift_hf.publish import publish_metric
+            publish_metric("tester/gen_ppl")
+        """
+        run_python(push, tmp_path / "push", isolated=False, **hub.environment)
+        files = hub.repos["tester/gen_ppl"]
+        assert {"gen_ppl.py", "README.md"} <= set(files) and b"sdk: static" in files["README.md"]
+        load = f"""
+            import evaluate
+            record = evaluate.load("tester/gen_ppl").compute(
+                predictions=[{text!r}], model_id={str(text_files / "judge")!r}, device="cpu"
+            )
+            print(record["gen_ppl"])
+        """
+        output = run_python(load, tmp_path / "load", **hub.environment)
+    expected = GenPPL(model_id=str(text_files / "judge"), device="cpu").compute(predictions=[text])["gen_ppl"]
+    assert float(output.splitlines()[-1]) == pytest.approx(expected, rel=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -36,3 +38,15 @@ def test_every_module_has_its_line():
     }
     listed = set(re.findall(r"^\| `([\w/]+\.py)` \|", README, flags=re.MULTILINE))
     assert listed == modules
+
+
+def test_quickstart_files_are_those_of_their_records():
+    """The sha256 in each training.json is that of the file beside it, and both weights together stay under 20 MB."""
+    folder = Path(__file__).resolve().parents[1] / "recipes/quickstart"
+    sizes = 0
+    for name in ("tokenizer", "judge", "base"):
+        record = json.loads((folder / name / "training.json").read_text())
+        for file, digest in record["sha256"].items():
+            assert hashlib.sha256((folder / name / file).read_bytes()).hexdigest() == digest, f"{name}/{file}"
+        sizes += sum(path.stat().st_size for path in (folder / name).glob("*.safetensors"))
+    assert sizes < 20e6

@@ -74,7 +74,13 @@ class FrozenEncoder:
                 f"dropout={model.config.dropout}, adapters: {found or 'none'}). Set config.dropout=0 and "
                 "lora_dropout=0, or leave encoder out for a frozen copy."
             )
-        if getattr(model, "is_activation_checkpointing", False) or getattr(model, "is_gradient_checkpointing", False):
+        # transformers renamed it in 5.24, and warns of the old name.
+        name = (
+            "is_activation_checkpointing"
+            if hasattr(model, "is_activation_checkpointing")
+            else "is_gradient_checkpointing"
+        )
+        if getattr(model, name, False):
             raise ValueError(
                 "encoder='base' cannot be combined with activation checkpointing: backward would recompute the encoder "
                 "with the adapters on. Switch one of them off."

@@ -32,7 +32,7 @@ ENTROPY_CURVE = (0.6, 0.7, 0.8, 0.9, 1.0)
 def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
     """Run a recipe. Returns the results, which are also in `output_dir`/results.json.
 
-    Under `accelerate launch` or `torchrun` all processes train; the first one alone samples, scores and writes.
+    Under `accelerate launch` or `torchrun` all processes train, sample and score; the first one alone writes.
 
     Args:
         recipe: what to refine, on what, and how to evaluate it.
@@ -64,7 +64,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         raise ValueError(
             f"block_size={length} is longer than the model, which takes {base.config.max_position_embeddings} tokens."
         )
-    judge = None if recipe.judge is None else _judge(recipe.judge)
+    judge = None if recipe.judge is None else _judge(recipe.judge, main.device)
     with main.main_process_first():  # the others find the packed rows in the cache
         splits = {
             name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
@@ -83,14 +83,15 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         label = training.label
         models[label], results["training"][label] = _train(recipe, training, splits, tokenizer, resume)
     results["seconds_training"] = time.perf_counter() - start
-    if not PartialState().is_main_process:
-        return results
-    card = Card(**results["training"][planned[0].label]["card"])
     if judge is not None:
         order = {name: models[name].to(main.device) for name in (BASE, CONTINUATION, REFINED, LORA) if name in models}
         dtype = "bfloat16" if main.bf16 else "float32"
         harness = Harness(order, tokenizer, judge, folder / "cells", recipe.sampling_batch_size, dtype, recipe.sampler)
         results |= evaluate_models(harness, recipe, splits.get("reference"), planned[0].label)
+    if not PartialState().is_main_process:
+        return results
+    card = Card(**results["training"][planned[0].label]["card"])
+    if judge is not None:
         table = markdown_table(results["rows"], results.get("real_text"))
         (folder / "table.md").write_text(table, encoding="utf-8")
         plot(results["rows"], folder / "plot.png", results.get("real_text"), results["curve"])
@@ -188,9 +189,9 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
     trainer.card.add_losses(before, history.get("eval_loss"))
     trainer.save_model()
     history["card"] = vars(trainer.card)
-    if not PartialState().is_main_process:
-        return None, history
-    (folder / "training.json").write_text(json.dumps(history, indent=2), encoding="utf-8")
+    if PartialState().is_main_process:
+        (folder / "training.json").write_text(json.dumps(history, indent=2), encoding="utf-8")
+    PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
     return _model(recipe, str(folder)).to(training.config.device), history
 
 
@@ -223,11 +224,11 @@ def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int)
     )
 
 
-def _judge(name: str) -> dict:
+def _judge(name: str, device: torch.device) -> dict:
     """Load the judge now, so that a wrong one is noticed before hours of training and not after."""
     tokenizer = load_tokenizer(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    return {"model": model.eval(), "model_tokenizer": tokenizer}
+    return {"model": model.eval().to(device), "model_tokenizer": tokenizer}
 
 
 def _dtype(config) -> torch.dtype:

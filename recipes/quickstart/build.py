@@ -186,6 +186,11 @@ def train(
     }
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for code in folder.glob("*.py"):
+        code.unlink()  # the repository has it once, in tokendrift_hf/hub, which registers the model
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     recipe = {k: v for k, v in vars(options).items() if k not in ("stage", "threads")}
     write_record(folder, recipe, figures)
     shutil.rmtree(scratch)
