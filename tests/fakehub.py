@@ -1,4 +1,4 @@
-"""A hub on the loopback interface, all in memory: enough of the API to create, push, list and download models and Spaces."""
+"""A hub on the loopback interface, all in memory: enough of the API to push, list and load models and Spaces."""
 
 from __future__ import annotations
 

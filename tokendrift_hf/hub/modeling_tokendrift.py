@@ -415,7 +415,11 @@ class MDLMForMaskedLM(DiffusionPreTrainedModel, DiffusionGenerationMixin):
 
     def logits(self, hidden: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         logits = super().logits(hidden, c)
-        logits[..., self.config.mask_token_id] = max(NEGATIVE_INFINITY, torch.finfo(logits.dtype).min)
+        value = max(NEGATIVE_INFINITY, torch.finfo(logits.dtype).min)
+        if logits.requires_grad:  # written in place, a tensor hook (FSDP2 sets one) would crash torch 2.13
+            mask_column = torch.arange(self.config.vocab_size, device=logits.device) == self.config.mask_token_id
+            return logits.masked_fill(mask_column, value)
+        logits[..., self.config.mask_token_id] = value
         return logits
 
 
