@@ -116,9 +116,7 @@ def double_loop(h, u, v, temperatures, self_index=None, attraction=1.0, repulsio
         for a, row in zip(anchors, affinity, strict=True):
             row_sum = sum(row)
             number += math.exp(-sum(x / row_sum * math.log(x / row_sum) for x in row if x > 0))
-            weight = [
-                math.sqrt(x / row_sum * x / c) if c > 0 else 0.0 for x, c in zip(row, column_sum, strict=True)
-            ]
+            weight = [math.sqrt(x / row_sum * x / c) if c > 0 else 0.0 for x, c in zip(row, column_sum, strict=True)]
             if kernel == "drifting":
                 weight = [max(w, 1e-3) for w in weight]
             plus, minus = sum(weight[:num_positives]), sum(weight[num_positives:])

@@ -183,9 +183,10 @@ def test_the_defaults_are_the_released_model(kind, tmp_path):
 
     small = tiny_model(kind)
     small.save_pretrained(tmp_path)  # the size formula itself, on a real file
-    assert safetensors_size({n: x.shape for n, x in small.state_dict().items()}) == (
-        tmp_path / "model.safetensors"
-    ).stat().st_size
+    assert (
+        safetensors_size({n: x.shape for n, x in small.state_dict().items()})
+        == (tmp_path / "model.safetensors").stat().st_size
+    )
 
 
 # Configuration

@@ -87,9 +87,7 @@ def test_one_step_on_the_feature_loss_moves_features_along_the_drift():
     progress = ((moved - features) * field).sum(dim=-1)
     assert (progress > 0).all()
     pulled_back = torch.einsum("bmlv,bm->blv", jacobian(encoder, logits, predicted), field)
-    torch.testing.assert_close(
-        progress, gamma / B * pulled_back.square().sum(dim=(1, 2)), rtol=1e-3, atol=0
-    )
+    torch.testing.assert_close(progress, gamma / B * pulled_back.square().sum(dim=(1, 2)), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -270,9 +268,7 @@ def test_step_shrinks_with_the_field_and_vanishes_with_it(divergence):
     encoder, (logits, predicted, field) = Encoder(), setting()
     for scale in (1.0, 1e-3, 0.0):
         features = encoder.lift(logits, predicted)
-        loss, statistics = mirror_loss(
-            logits, features, scale * field, predicted, divergence=divergence, step_size=0.5
-        )
+        loss, statistics = mirror_loss(logits, features, scale * field, predicted, divergence=divergence, step_size=0.5)
         assert float(statistics["mirror_step_rms"]) == pytest.approx(0.5 * scale, rel=1e-9)
         (grad,) = torch.autograd.grad(loss, logits)
         assert torch.isfinite(grad).all()
