@@ -26,7 +26,7 @@ from .recipe import Recipe
 from .report import markdown_table, plot
 
 # Temperatures at which the base model's entropy is measured to find the one that equals the refined model's.
-ENTROPY_CURVE = (0.6, 0.7, 0.8, 0.9, 1.0)
+ENTROPY_CURVE = (0.7, 0.8, 0.9, 1.0)
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
