@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from conftest import TINY, tiny_model
@@ -514,7 +515,6 @@ def test_bad_arguments_say_what_is_wrong(kind, arguments, message):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_through_a_peft_model_uses_the_adapter(kind):
-    peft = pytest.importorskip("peft")
     base = tiny_model(kind)
     plain = base.generate(num_samples=2, num_steps=4, seed=0)
     wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["attn_qkv", "mlp.0", "mlp.2"]))

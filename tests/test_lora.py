@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from conftest import run_python, tiny_model
@@ -15,8 +16,6 @@ from training import assert_same, make_trainer, weights_of
 from tokendrift_hf import FrozenEncoder, MDLMConfig, MDLMForMaskedLM
 from tokendrift_hf.loading import load_model
 from tokendrift_hf.lora import TARGETS, lora_config
-
-peft = pytest.importorskip("peft")
 
 KINDS = ("mdlm", "duo")
 INPUTS = {"input_ids": torch.arange(16)[None], "timesteps": torch.tensor([0.5])}
