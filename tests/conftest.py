@@ -114,11 +114,11 @@ def run_python(code: str, cwd: Path, **kwargs) -> str:
 
 @pytest.fixture(scope="session")
 def text_model():
-    """A tiny MDLM of length 16 for the quickstart's tokenizer, and that tokenizer."""
+    """A tiny MDLM of length 16 and three blocks for the quickstart's tokenizer, and that tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(FIXTURES.parents[1] / "recipes/quickstart/tokenizer")
-    return tiny_model("mdlm", vocab_size=len(tokenizer) + 1), tokenizer
+    return tiny_model("mdlm", vocab_size=len(tokenizer) + 1, num_hidden_layers=3), tokenizer
 
 
 @pytest.fixture(scope="session")
