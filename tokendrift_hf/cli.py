@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
         _register()
         return options.run(options, rest)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"tokendrift {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -168,7 +168,7 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
 
     from .data import load_text, pack_documents
     from .harness import Harness, gen_ppl_at_entropy, nelbo_perplexity, summarise
-    from .loading import load_model, load_tokenizer
+    from .loading import load_judge, load_model, load_tokenizer
     from .report import latex_table, markdown_table, plot
 
     named = {}
@@ -177,22 +177,25 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
         named[label if equals else Path(argument).name] = path if equals else argument
     if len(named) < len(options.models):
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
-    if options.seeds < 1 or options.num_samples < 1:
-        raise ValueError(f"--seeds {options.seeds} and --num-samples {options.num_samples} must be at least 1.")
+    for name in ("seeds", "num_samples", "batch_size", "n_mc"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least 1.")
     state = PartialState()
     models = {label: load_model(path).to(state.device) for label, path in named.items()}
     tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
-    judge = {"model_id": options.judge, "device": str(state.device)}
+    text = None
+    if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
+        length = next(iter(models.values())).config.max_position_embeddings
+        blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
+        text = blocks.select(range(min(len(blocks), options.num_samples)))["input_ids"]
+    judge = load_judge(options.judge, state.device)
     cells = options.output_dir / "cells"
     harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
     grid = harness.grid(options.num_steps, options.temperatures, options.seeds, options.num_samples)
     results = {"models": named, "judge": options.judge, "records": harness.run(grid)}
     rows = results["rows"] = summarise(results["records"])
     real_text = at_entropy = None
-    if options.text is not None:
-        length = next(iter(models.values())).config.max_position_embeddings
-        blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
-        text = blocks.select(range(min(len(blocks), options.num_samples)))["input_ids"]
+    if text is not None:
         real_text = results["real_text"] = harness.score_text([list(ids) for ids in text])
         at_entropy = gen_ppl_at_entropy(rows, real_text["entropy"])
         results["gen_ppl_at_entropy_of_text"] = [

@@ -90,7 +90,6 @@ class Harness:
         self.models, self.tokenizer, self.folder = models, tokenizer, folder
         self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
         self.metric = GenPPL(tokenizer=tokenizer, **judge)
-        folder.mkdir(parents=True, exist_ok=True)
 
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
         length = self.models[model].config.max_position_embeddings
@@ -128,6 +127,7 @@ class Harness:
             return json.loads(path.read_text(encoding="utf-8"))
         ids, calls = self.draw(cell)
         record = asdict(cell) | {"num_forward_calls": calls} | self.metric.compute(predictions=ids)
+        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
         os.replace(temporary, path)

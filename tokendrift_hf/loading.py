@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from .hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
@@ -58,3 +65,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.")
     return tokenizer
+
+
+def load_judge(name: str, device: torch.device) -> dict:
+    """The arguments of `GenPPL` for a judge, loaded in float32 now, so that a wrong one is noticed before the work.
+
+    Raises:
+        ValueError: no autoregressive model there, or no tokenizer.
+    """
+    tokenizer = load_tokenizer(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The judge {name!r} is not an autoregressive model that transformers can load.") from error
+    from .metrics.gen_ppl.gen_ppl import weights_digest  # needs evaluate, an extra
+
+    judge = {"model": model.eval().to(device), "model_tokenizer": tokenizer}
+    return judge | {"model_revision": weights_digest(name)}

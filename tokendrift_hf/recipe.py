@@ -125,7 +125,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
             raise ValueError(
                 f"{path}: there is no field {name!r}."
                 + (f" Did you mean {' or '.join(close)}?" if close else "")
-                + " Fields are those of Recipe (tokendrift train --help) and of DriftConfig."
+                + " Fields are those of Recipe (recipes/README.md) and of DriftConfig."
             )
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
         if name in overrides and not _fits(value, wanted) and _fits([value], wanted):

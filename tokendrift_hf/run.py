@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from .budget import budget, describe, matmul_rate
 from .cards import Card
 from .data import load_text, pack_documents
 from .drift_trainer import DriftTrainer
 from .harness import Harness, matching_temperature, nelbo_perplexity, summarise
-from .loading import load_model, load_tokenizer
+from .loading import load_judge, load_model, load_tokenizer
 from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
 from .prompts import pack_prompts
 from .publish import files_to_publish, publish
@@ -64,7 +63,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         raise ValueError(
             f"block_size={length} is longer than the model, which takes {base.config.max_position_embeddings} tokens."
         )
-    judge = None if recipe.judge is None else _judge(recipe.judge, main.device)
+    judge = None if recipe.judge is None else load_judge(recipe.judge, main.device)
     with main.main_process_first():  # the others find the packed rows in the cache
         splits = {
             name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
@@ -222,13 +221,6 @@ def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int)
     return pack_documents(
         documents, tokenizer, length, wrap=recipe.wrap, insert_eos=recipe.insert_eos, vocab_size=vocab_size
     )
-
-
-def _judge(name: str, device: torch.device) -> dict:
-    """Load the judge now, so that a wrong one is noticed before hours of training and not after."""
-    tokenizer = load_tokenizer(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    return {"model": model.eval().to(device), "model_tokenizer": tokenizer}
 
 
 def _dtype(config) -> torch.dtype:

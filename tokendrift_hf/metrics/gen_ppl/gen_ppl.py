@@ -105,7 +105,7 @@ class Judge:
                     "model or pass `model_tokenizer`."
                 ) from error
         model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
-        return cls(model.to(device).eval(), tokenizer, revision=_weights_digest(model_id))
+        return cls(model.to(device).eval(), tokenizer, revision=weights_digest(model_id))
 
     @torch.no_grad()
     def nll(self, windows: list[list[int]], batch_size: int) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class Judge:
         return results
 
 
-def _weights_digest(model_id: str) -> str | None:
+def weights_digest(model_id: str) -> str | None:
     """Digest of the weights in a local folder as "sha256:...", None for a Hub id (which has a commit instead)."""
     files = sorted(Path(model_id).glob("*.safetensors"))
     if not files:
