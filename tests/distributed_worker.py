@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import CHECKPOINTING, logged, make_trainer, toy_rows, uneven_rows, weights_of
 
+from tokendrift_hf.gather import gather_rows, own_rows, row_counts, sum_over_processes
+
 FOLDER = Path(sys.argv[-1])
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -90,8 +92,20 @@ def main():
         trainer = make_trainer(FOLDER / "resume", rows=rows, model=tiny_model("mdlm", dropout=0.1), **fields)
         trainer.train(resume_from_checkpoint=str(FOLDER / "resume/checkpoint-3") if resume else None)
         queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
-        weights.append(weights_of(trainer.model) | trainer.ema.shadow | queues)
-    report["resumed_is_equal"] = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        averages = {f"average {name}": value for name, value in trainer.ema.shadow.items()}
+        losses = {"loss": torch.tensor(logged(trainer)), "distance": torch.tensor(logged(trainer, "feature_distance"))}
+        moments = trainer.optimizer.state_dict()["state"]
+        moments = {f"{i} {name}": value for i, state in moments.items() for name, value in state.items()}
+        weights.append(weights_of(trainer.model) | averages | queues | losses | moments)
+    report["resumed_differs"] = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+
+    x = torch.arange(5.0)[:3] if RANK == 0 else torch.arange(5.0)[3:]
+    x = torch.stack([x, -x], dim=1).requires_grad_()
+    gathered, (own, count) = gather_rows(trainer.accelerator, x), own_rows(trainer.accelerator, x)
+    total = sum_over_processes(trainer.accelerator, torch.tensor(float(len(x))))
+    report["gather"] = {"counts": row_counts(trainer.accelerator, x), "rows": gathered.tolist(), "sum": float(total)}
+    report["gather"] |= {"own": [own.start, own.stop], "has_gradient": gathered.requires_grad}
+    assert count == 5
 
     # a loss that is not finite on one process stops both
     trainer = make_trainer(FOLDER / "nan", ddp_backend="gloo")

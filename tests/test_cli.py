@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -85,32 +88,160 @@ def test_generate_writes_samples_with_their_settings(text_files, tmp_path, capsy
     assert "exists, and nothing is overwritten" in capsys.readouterr().err
 
 
-def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys):
+def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys, monkeypatch):
+    """In a terminal each step is drawn over the one before; elsewhere, and in the end, the text stands there once."""
     prompt = "Return the"
-    call = ["generate", str(text_files / "base"), "--prompt", prompt, "--num-steps", "2", "--watch"]
+    call = ["generate", str(text_files / "base"), "--prompt", prompt, "--num-steps", "2"]
     assert main(call) == 0
-    output = capsys.readouterr().out
-    assert "step 0" in output and "step 1" in output
-    assert output.rpartition("\n\n")[2].startswith(prompt) or prompt in output
+    plain = capsys.readouterr().out
+    assert plain.startswith(prompt)
+    assert main([*call, "--watch"]) == 0
+    assert capsys.readouterr().out == plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main([*call, "--watch"]) == 0
+    frames = capsys.readouterr().out.split("\x1b[2J\x1b[H")
+    assert [frame[:8] for frame in frames[1:-1]] == ["step 0, ", "step 1, ", "step 2, "][: len(frames) - 2]
+    assert len(frames) >= 4 and "░" in frames[1] and prompt in frames[1]
+    assert frames[-1] == plain
 
 
-def test_evaluate_compares_models(text_files, tmp_path):
+def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    call = ["generate", str(text_files / "base"), "--max-new-tokens", "30", "--num-steps", "1", "--temperature", "0"]
+    assert main(call) == 2
+    assert "30 tokens long, but this model takes at most 16. Ask for less, or give a stride" in capsys.readouterr().err
+    assert main([*call, "--stride", "8", "--output", str(path)]) == 0
+    sample = json.loads(path.read_text())
+    assert (sample["stride"], sample["temperature"], sample["sampler"]) == (8, 0, "ancestral")
+    assert sample["num_forward_calls"] == 3  # windows that end at 16, 24 and 30
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["base", "--seed", "-1"], "seed=-1. It must be a whole number from 0"),
+        (["base", "--temperature", "-1"], "It must be 0, which is greedy"),
+        (["base", "--watch", "--num-samples", "2"], "--watch shows one text"),
+        (["no_config"], "There is no config.json in .*no_config"),
+        (["nowhere"], "There is no model .*nowhere"),
+        (["judge"], "type 'gpt2'"),
+    ],
+)
+def test_generate_says_what_is_wrong(text_files, capsys, words, message):
+    (text_files / "no_config").mkdir(exist_ok=True)
+    assert main(["generate", str(text_files / words[0]), *words[1:]]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_generate_takes_the_settings_of_the_model(text_files, tmp_path, capsys):
+    for file in (text_files / "base").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "generation_config.json").read_text()) | {"num_steps": 3, "sampler": "entropy"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert main(["generate", str(tmp_path), "--output", str(tmp_path / "x.jsonl")]) == 0
+    sample = json.loads((tmp_path / "x.jsonl").read_text())
+    assert (sample["num_steps"], sample["sampler"], sample["num_forward_calls"]) == (3, "entropy", 3)
+
+
+def evaluate_call(text_files, *more: str) -> list[str]:
+    """Two steps and two seeds of one model under two names, against real text."""
     base, judge = str(text_files / "base"), str(text_files / "judge")
-    call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "--seeds", "2"]
-    call += ["--text", str(text_files / "corpus.jsonl"), "--text-split", "train", "--num-samples", "3"]
-    assert main([*call, "--output-dir", str(tmp_path)]) == 0
+    call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "4", "--seeds", "2"]
+    call += ["--text", str(text_files / "corpus.jsonl"), "--text-split", "train", "--num-samples", "8"]
+    return [*call, *more]
+
+
+def test_evaluate_compares_models(text_files, tmp_path, capsys):
+    """Every option at once: two temperatures, MAUVE, the matched line, the paper's lines, two draws for the NELBO."""
+    more = ["--temperatures", "0.2", "1", "--mauve", "--match", "a", "b", "--paper", "1", "--n-mc", "2"]
+    assert main(evaluate_call(text_files, *more, "--output-dir", str(tmp_path))) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    rows = results["rows"]
-    assert [row["model"] for row in rows] == ["a", "b"]
+    rows = [row for row in results["rows"] if row["num_steps"] == 4]
+    labels = [("a", 0.2), ("a", 1), ("b", 0.2), ("b", 1)]
+    assert [(row["model"], row["temperature"]) for row in rows[:4]] == labels
+    assert [row["model"] for row in rows[4:]] == ["a at equal entropy"]
+    assert rows[1]["gen_ppl"] == rows[3]["gen_ppl"], "the same model under two names is the same model"
+    assert all(0 <= row["mauve"] <= 1 and row["num_seeds"] == 2 for row in rows)
     assert results["nelbo"]["a"] == results["nelbo"]["b"] and results["nelbo"]["a"]["nelbo_ppl"] > 1
-    assert "real text" in (tmp_path / "table.md").read_text() and r"\toprule" in (tmp_path / "table.tex").read_text()
-    assert rows[0]["gen_ppl"] == rows[1]["gen_ppl"], "the same model under two names is the same model"
+    table = (tmp_path / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    for found in ("| real text |", "| a (T = 0.2) |", "text's entropy |", "MAUVE", "DiDi-Instruct", "(standard error)"):
+        assert found in table
+    assert r"\toprule" in (tmp_path / "table.tex").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_evaluate_like_one(text_files, tmp_path):
+    """Under accelerate's variables the cells are shared out: the same records, the same table, each cell drawn once.
+
+    The first process finds one cell done, as after a kill, and leaves it alone.
+    """
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(evaluate_call(text_files, "--output-dir", str(one))) == 0
+    (done, *others) = sorted((one / "cells").iterdir())
+    assert len(others) == 7
+    (two / "cells").mkdir(parents=True)
+    (two / "cells" / done.name).write_bytes(done.read_bytes())
+    before = (two / "cells" / done.name).stat().st_mtime_ns
+
+    code = "import sys; from tokendrift_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    call = [sys.executable, "-c", code, *evaluate_call(text_files, "--output-dir", str(two))]
+    running = []
+    for rank in ("0", "1"):
+        env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen(call, env=env, **streams))
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert (two / "cells" / done.name).stat().st_mtime_ns == before
+    assert "| 4/4 [" in outputs[0], "half of the cells"
+    for name in (*(f"cells/{path.name}" for path in (done, *others)), "table.md", "table.tex", "results.json"):
+        assert (two / name).read_bytes() == (one / name).read_bytes(), name
+    assert len(list((two / "cells").iterdir())) == 8
+    assert "| real text |" in outputs[0] and "| real text |" not in outputs[1], "the first process alone prints"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--judge": "empty"}, "no tokenizer in"),
+        (["--seeds", "0"], "--seeds 0: it must be at least 1"),
+        (["--temperatures", "-1"], "temperature=-1.0: it must be >= 0"),
+        (["--match", "a", "c"], r"--match a c: two of \['a', 'b'\]"),
+        (["--match", "a", "b", "--temperatures", "0.9"], "sampled at temperature 1 as well"),
+        (["--paper", "9"], "no table '9'"),
+        (["--judge", "nowhere"], "The judge 'nowhere' cannot be loaded"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_evaluate_refuses_before_it_samples(text_files, tmp_path, capsys, change, message):
+    assert main(evaluate_call(text_files, "--output-dir", str(tmp_path / "out"), *change)) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_needs_text_for_mauve_and_one_label_a_model(text_files, capsys):
+    base = str(text_files / "base")
+    assert main(["evaluate", base, "--mauve"]) == 2 and "Name it with --text" in capsys.readouterr().err
+    assert main(["evaluate", base, base]) == 2 and "LABEL=MODEL" in capsys.readouterr().err
+
+
+def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)  # as if it were not installed
+    for name in ("tokendrift_hf.metrics.gen_ppl", "tokendrift_hf.metrics.gen_ppl.gen_ppl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(evaluate_call(text_files)) == 2
+    assert 'Gen.-PPL needs evaluate: pip install "tokendrift-hf[eval]".' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--judge": "empty"}, "knows special tokens only"),
         ({"--model": "nowhere"}, "There is no model 'nowhere'"),
         ({"--dataset": "empty.jsonl"}, "empty|no documents|no text"),
         ({"--block_size": "999"}, "block_size=999 is longer than the model"),

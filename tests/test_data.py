@@ -65,7 +65,10 @@ def test_packing_loses_only_the_final_tail_and_counts_it(tokenizer, caplog):
     packed = [token for row in blocks["input_ids"] for token in row[1:-1]]
     assert packed == stream[: len(packed)]
     assert 0 <= len(stream) - len(packed) < 30
-    assert f"2500 documents, {len(stream) - 2500} tokens, {len(stream) - len(packed)} dropped at the end" in caplog.text
+    assert (
+        f"2500 documents (0 empty), {len(stream) - 2500} tokens, {len(stream) - len(packed)} dropped at the end"
+        in caplog.text
+    )
 
 
 def test_without_insert_eos_documents_touch():
@@ -79,7 +82,7 @@ def test_without_wrap_every_document_has_its_own_padded_row(tokenizer, caplog):
         blocks = pack_documents(as_text([[1, 2], [], [3, 4, 5, 6, 7]]), tokenizer, 5, wrap=False)
     assert list(blocks["input_ids"]) == [[50, 1, 2, 50, 50], [50, 3, 4, 5, 50]]
     assert list(blocks["attention_mask"]) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert "3 documents, 7 tokens, 2 dropped at the ends" in caplog.text
+    assert "3 documents (1 empty), 7 tokens, 2 dropped at the ends" in caplog.text
 
 
 def test_padding_uses_its_own_token():
@@ -117,7 +120,7 @@ def test_streamed_blocks_are_the_same_and_resume_exactly(tokenizer):
 
 
 def test_a_corpus_below_one_block_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"2 documents give 3 tokens.*block_size 16.*wrap=False"):
+    with pytest.raises(ValueError, match=r"2 documents give 3 tokens.*block_size 16.*--wrap false"):
         pack_documents(as_text([[1, 2], [3]]), tokenizer, 16)
     padded = pack_documents(as_text([[1, 2], [3]]), tokenizer, 16, wrap=False)
     assert len(padded) == 2
@@ -216,9 +219,13 @@ def hub(monkeypatch):
     return calls
 
 
-def test_openwebtext_is_read_from_its_parquet_form(hub):
-    """The splits are the reference's, the revision can be overridden, and nothing asks for remote code."""
+def test_openwebtext_is_read_from_its_parquet_form(hub, caplog):
+    """The splits are the reference's, the revision can be overridden, and nothing asks for remote code.
+
+    Another number of documents than the releases had is another split, which the log says.
+    """
     load_text("openwebtext")
+    assert "has 10 documents to train on where the releases had 7913769" in caplog.text
     load_text("openwebtext", split="validation", revision="abc")
     for (args, kwargs), split, revision in zip(
         hub, ["train[:-100000]", "train[-100000:]"], ["refs/convert/parquet", "abc"], strict=True

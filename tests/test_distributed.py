@@ -1,4 +1,4 @@
-"""Two gloo processes against one: the same training, queues, evaluation and resume; and the launch configurations."""
+"""Two gloo processes against one: the same training, queues, evaluation and resume, with the weights whole or split."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import distributed_worker
 import pytest
+import sharded_worker
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from conftest import tiny_model
 from safetensors.torch import load_file
 from training import assert_same, logged, make_trainer, uneven_rows, weights_of
 
+from tokendrift_hf.checkpoint import last_complete_checkpoint
+
+EXACT = {"rtol": 0, "atol": 0}
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes/accelerate"
 
@@ -88,7 +94,16 @@ def test_two_processes_evaluate_like_one(two, tmp_path):
 
 
 def test_resuming_two_processes_is_exact(two):
-    assert report(two, 0)["resumed_is_equal"] and report(two, 1)["resumed_is_equal"]
+    """Weights, averages, queues in their order, optimizer and logged values, with accumulation, on both processes."""
+    for rank in (0, 1):
+        assert report(two, rank)["resumed_differs"] == []
+
+
+def test_rows_of_all_processes_are_gathered_in_order(two):
+    """Three rows of one process and two of the other."""
+    expected = {"counts": [3, 2], "rows": [[float(i), -float(i)] for i in range(5)], "sum": 5.0, "has_gradient": False}
+    assert report(two, 0)["gather"] == expected | {"own": [0, 3]}
+    assert report(two, 1)["gather"] == expected | {"own": [3, 5]}
 
 
 def test_nan_on_one_process_stops_both(two):
@@ -101,6 +116,75 @@ def test_the_drift_gradient_under_fully_shard_is_the_plain_one(two):
     for rank in (0, 1):
         errors = report(two, rank, "fsdp")
         assert errors.keys() == {"feature", "mirror_kl"} and max(errors.values()) < 1e-5
+
+
+# ---- launched by accelerate with the files of recipes/accelerate -------------------------------------
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """name -> the folder in which two processes launched with that configuration left their weights and reports."""
+    folders = {}
+
+    def run(name):
+        if name not in folders:
+            folders[name] = folder = tmp_path_factory.mktemp(name)
+            path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / f"{name}.yaml"]
+            command += ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
+            result = subprocess.run(
+                [*command, sharded_worker.__file__, folder],
+                env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=400,
+            )
+            assert result.returncode == 0, result.stdout[-5000:]
+        return folders[name]
+
+    return run
+
+
+SPLIT = ["fsdp2"] + [
+    pytest.param(name, marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"))
+    for name in ("zero1", "zero2")
+]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_training_is_that_of_one_process(launch, name, tmp_path):
+    """Three AdamW steps with accumulation and clipping, evaluation with samples, saving, resume; all of the Trainer."""
+    folder = launch(name)
+    found = json.loads((folder / "report.json").read_text())
+    assert found["kind"] == ("FSDP" if name == "fsdp2" else "DEEPSPEED")
+    for case in sharded_worker.CASES:
+        one = sharded_worker.case(case, tmp_path, per_device_train_batch_size=4)
+        one.train()
+        queues = {"real": one.real_queue.features, "generated": one.generated_queue.features}
+        weights = load_file(folder / f"{case}.safetensors")
+        assert_same(weights, weights_of(one.model) | queues, rtol=0, atol=1e-5)
+        for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-5), ("eval_entropy_nfe2", 1e-6)):
+            values = [entry[key] for entry in found[case] if key in entry]
+            assert values and values == pytest.approx(logged(one, key), rel=tolerance)
+    assert_same(load_file(folder / "feature_resumed.safetensors"), load_file(folder / "feature.safetensors"), **EXACT)
+    assert "ema_decay does not work with FSDP or DeepSpeed" in found["ema"]
+    assert ("encoder='base' does not work with FSDP" in found["base"]) == (name == "fsdp2")
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_split_training_saves_is_a_plain_model(launch, name, tmp_path):
+    """The code and configuration of any save, nothing of torch's or DeepSpeed's; and the checkpoint is complete."""
+    final = launch(name) / "feature/final"
+    plain = tiny_model("mdlm")
+    plain.save_pretrained(tmp_path)
+    assert {path.name for path in final.glob("*.py")} == {path.name for path in tmp_path.glob("*.py")}
+    auto_map = [json.loads((folder / "config.json").read_text())["auto_map"] for folder in (final, tmp_path)]
+    assert auto_map[0] == auto_map[1]
+    weights = load_file(launch(name) / "feature.safetensors")
+    loaded = type(plain).from_pretrained(final)
+    assert_same(weights_of(loaded), {key: weights[key] for key in weights_of(loaded)}, **EXACT)
+    assert last_complete_checkpoint(launch(name) / "feature").name == "checkpoint-3"
 
 
 @pytest.mark.parametrize(

@@ -179,16 +179,16 @@ def test_exchanging_the_sets_reverses_the_field(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-10), (torch.float64, 1e-3)])
 @pytest.mark.parametrize("spread", [1.0, 1e-3])
-def test_equal_sets_give_no_field_in_whatever_order(kernel, dtype, spread):
-    """Rounding noise must not be normalised up to RMS 1."""
+def test_equal_sets_give_no_field_in_whatever_order(kernel, dtype, largest, spread):
+    """Rounding noise must not be normalised up to RMS 1; there is less of it where the result is not float64 itself."""
     u = F.normalize(unit(1, 16, seed=4) + spread * unit(40, 16, seed=5), dim=-1).to(dtype)
     h = F.normalize(unit(1, 16, seed=4) + spread * unit(8, 16, seed=6), dim=-1).to(dtype)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     for negatives in (u, u[order]):
         drift = drift_field(h, u, negatives, kernel=kernel)
-        assert drift.field.norm(dim=-1).max() < 5e-3
+        assert drift.field.norm(dim=-1).max() < largest
         assert drift.rms_per_temperature.max() < 1e-14
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
 from safetensors.torch import load_file
+from test_drift import double_loop
 from training import assert_same, logged, make_trainer, toy_rows, uneven_rows, weights_of
 from transformers import Trainer
 
@@ -17,6 +17,7 @@ from tokendrift_hf import DriftConfig, DriftTrainer, MDLMForMaskedLM, drift_trai
 from tokendrift_hf.collator import CleanCollator
 from tokendrift_hf.drift import DriftField
 from tokendrift_hf.noise import EVALUATE, TRAIN, row_noise
+from tokendrift_hf.publish import files_to_publish
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}
@@ -47,39 +48,13 @@ def slow_corrupt(x_0, key, vocab_size, masked, num_rows):
     return torch.tensor(t, dtype=torch.float32), x_t, noise.order
 
 
-def slow_field(h, u, v, temperatures, a, r):
-    """V of section 3.2, pair by pair in float64; anchor i is negative i, a and r weigh attraction and repulsion."""
-    h, u, v = (x.detach().double() for x in (h, u, v))
-    references = torch.cat([u, v])
-    fields = []
-    for tau in temperatures:
-        affinity = torch.zeros(len(h), len(references), dtype=torch.float64)
-        for i, anchor in enumerate(h):
-            for j, reference in enumerate(references):
-                own = j == len(u) + i
-                affinity[i, j] = 0 if own else math.exp(-float((anchor - reference).square().sum()) / tau)
-        A = (
-            ((affinity / affinity.sum(1, keepdim=True)) * (affinity / affinity.sum(0, keepdim=True)))
-            .nan_to_num()
-            .sqrt()
-        )
-        V = torch.zeros_like(h)
-        for i in range(len(h)):
-            for j in range(len(u)):
-                V[i] += a * A[i, j] * A[i, len(u) :].sum() * (u[j] - h[i])
-            for k in range(len(v)):
-                V[i] -= r * A[i, len(u) + k] * A[i, : len(u)].sum() * (v[k] - h[i])
-        fields.append(V / V.square().sum(1).mean().sqrt())
-    return sum(fields) / len(fields)
-
-
-def slow_features(encoder, embeds, order, tokens):
-    states = encoder(inputs_embeds=embeds, timesteps=torch.zeros(len(embeds)), output_hidden_states=True).hidden_states
-    x = torch.cat(states[-2:], dim=-1)
-    if tokens:
-        x = torch.stack(
-            [row[at] for row, score in zip(x, order, strict=True) for at in score.argsort()[-tokens:].flip(0)]
-        )
+def slow_features(encoder, embeds, order, args: DriftConfig):
+    times = torch.full((len(embeds),), args.encoder_timestep)
+    states = encoder(inputs_embeds=embeds, timesteps=times, output_hidden_states=True).hidden_states
+    x = torch.cat([states[layer] for layer in args.feature_layers], dim=-1)
+    if args.feature_pooling == "tokens":
+        places = [score.argsort()[-args.feature_tokens :].flip(0) for score in order]
+        x = torch.stack([row[place] for row, places in zip(x, places, strict=True) for place in places])
     else:
         x = x.mean(1)
     return F.normalize(x, dim=-1)
@@ -89,7 +64,6 @@ def slow_training(model, batches, args: DriftConfig):
     """Losses a step, and the two queues at the end; `model` is trained in place."""
     encoder, masked = copy.deepcopy(model).eval(), hasattr(model.process, "mask_id")
     E = encoder.backbone.vocab_embed.embedding.detach()
-    tokens = args.feature_tokens if args.feature_pooling == "tokens" else 0
     real, generated, losses = [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)
     model.train()
@@ -110,15 +84,17 @@ def slow_training(model, batches, args: DriftConfig):
                     for i in range(B)
                 ]
             )
-            h, u = slow_features(encoder, lifted, order, tokens), slow_features(encoder, E[x_0], order, tokens).detach()
+            h, u = slow_features(encoder, lifted, order, args), slow_features(encoder, E[x_0], order, args).detach()
             references = torch.stack([*u, *real]), torch.stack([*h.detach(), *generated])
-            V = slow_field(h, *references, args.temperatures, args.attraction, args.repulsion)
+            weights = {"attraction": args.attraction, "repulsion": args.repulsion, "kernel": args.drift_kernel}
+            V, _, _ = double_loop(h, *references, args.temperatures, torch.arange(len(h)), **weights)
             if args.objective == "feature":
                 loss = 0.5 * (h - (h + args.drift_scale * V.float()).detach()).square().sum(1).mean()
             else:
                 (g,) = torch.autograd.grad((h * V.float()).sum(), logits, retain_graph=True)
-                rms = g[predicted].square().sum(-1).mean().sqrt()
-                eta = args.mirror_step_size * V.square().sum(1).mean().sqrt().float() / rms
+                mean = (p * g).sum(-1, keepdim=True)
+                deviation = (p * (g - mean) ** 2).sum(-1)[predicted].mean().sqrt().detach()
+                eta = args.mirror_step_size * V.square().sum(1).mean().sqrt().float() / deviation
                 if args.mirror_eta is not None:
                     eta = args.mirror_eta
                 ell = logits.double()
@@ -131,10 +107,13 @@ def slow_training(model, batches, args: DriftConfig):
                 loss = loss + args.base_loss_weight * model(input_ids=x_t, timesteps=t, labels=x_0).loss
             (loss / args.gradient_accumulation_steps).backward()
             losses[-1] += loss.item() / args.gradient_accumulation_steps
-            real, generated = (real + list(u))[-args.queue_size :], (generated + list(h.detach()))[-args.queue_size :]
+            real, generated = (
+                (held + list(x))[max(0, len(held) + len(x) - args.queue_size) :]
+                for held, x in ((real, u), (generated, h.detach()))
+            )
         optimizer.step()
         optimizer.zero_grad()
-    return losses, torch.stack(real), torch.stack(generated)
+    return losses, *(torch.stack(held) if held else torch.empty(0, h.shape[1]) for held in (real, generated))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +126,10 @@ def slow_training(model, batches, args: DriftConfig):
         ("mdlm", {"objective": "mirror_kl", "base_loss_weight": 0.5, "max_steps": 2, "learning_rate": 0.1}),
         ("mdlm", {"objective": "mirror_kl", "mirror_eta": 30.0, "max_steps": 2, "learning_rate": 0.1}),
         ("mdlm", {"feature_pooling": "tokens", "feature_tokens": 3, "queue_size": 20, "max_steps": 2}),
+        ("mdlm", {"queue_size": 0, "drift_kernel": "drifting", "temperatures": [0.1, 0.5]}),
+        ("duo", {"queue_size": 64, "feature_layers": [1], "encoder_timestep": 0.4, "max_steps": 2}),
     ],
-    ids=["feature", "duo", "hard", "mirror_mse", "mirror_with_base_loss", "mirror_raw_eta", "tokens"],
+    ids="feature duo hard mirror_mse mirror_with_base_loss mirror_raw_eta tokens no_queue other_features".split(),
 )
 def test_training_is_algorithm_1(kind, fields, tmp_path):
     """Same losses, weights and queues as the algorithm written out; the encoder and its weights stay out of it."""
@@ -168,15 +149,39 @@ def test_training_is_algorithm_1(kind, fields, tmp_path):
     assert_same(weights_of(trainer.encoder.model), encoder, **EXACT)
 
 
-def test_the_encoder_is_neither_trained_nor_saved(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, optim="adamw_torch")
+@pytest.mark.parametrize("given", ["default", "model", "path"])
+def test_the_encoder_is_neither_trained_nor_saved(given, tmp_path):
+    """Not in the optimizer, in a checkpoint, in the final save and what a push takes from it; its weights stay."""
+    other = tiny_model("mdlm", seed=5)
+    other.save_pretrained(tmp_path / "other")
+    encoder = {"default": None, "model": other, "path": tmp_path / "other"}[given]
+    out = tmp_path / "out"
+    trainer = make_trainer(
+        out, arguments={"encoder": encoder}, save_strategy="steps", save_steps=3, optim="adamw_torch"
+    )
+    frozen = trainer.encoder.model
+    before = weights_of(frozen)
+    assert given == "default" or torch.equal(
+        before["backbone.vocab_embed.embedding"], other.get_input_embeddings().weight
+    )
     trainer.train()
+    trainer.save_model()
     trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert trained == {id(p) for p in trainer.model.parameters()}
-    assert not trained & {id(p) for p in trainer.encoder.model.parameters()}
-    assert not any(p.requires_grad or p.grad is not None for p in trainer.encoder.model.parameters())
-    assert load_file(tmp_path / "checkpoint-3/model.safetensors").keys() == trainer.model.state_dict().keys()
-    assert not trainer.encoder.model.training
+    assert not any(id(p) in trained or p.requires_grad or p.grad is not None for p in frozen.parameters())
+    assert not frozen.training and not any(module is frozen for module in trainer.model.modules())
+    assert_same(weights_of(frozen), before, **EXACT)
+    for folder in (out, out / "checkpoint-3"):
+        stored = [path.name for path in folder.rglob("*.safetensors") if path.parent == folder]
+        assert set(stored) - {"drift_queues.safetensors"} == {"model.safetensors"}
+        assert load_file(folder / "model.safetensors").keys() == trainer.model.state_dict().keys()
+    moments = torch.load(out / "checkpoint-3/optimizer.pt", weights_only=True)["state"]
+    assert len(moments) == len(list(trainer.model.parameters()))
+    assert {name for name in files_to_publish(out) if "." in name and not name.endswith((".py", ".json"))} == {
+        "README.md",
+        "model.safetensors",
+        "training_args.bin",
+    }
 
 
 def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
@@ -206,6 +211,12 @@ def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
     assert_same(weights_of(ours.model), weights_of(plain.model), rtol=1e-4, atol=1e-6)
 
 
+def concatenated(things):
+    """One data class of tensors (or None) out of many."""
+    fields = {name: [getattr(thing, name) for thing in things] for name in vars(things[0])}
+    return type(things[0])(**{name: None if xs[0] is None else torch.cat(xs) for name, xs in fields.items()})
+
+
 @pytest.mark.parametrize("with_labels", [False, True], ids=["no_labels", "labels"])
 @pytest.mark.parametrize("objective", ["none", "feature"])
 def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labels, tmp_path, monkeypatch):
@@ -221,8 +232,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labe
             at = index[tuple(text)]
             row = {name: value[i : i + 1] for name, value in inputs.items()}
             parts.append(original(self, row, (0,), range(at, at + 1), None))
-        fields = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        return type(parts[0])(**{name: None if xs[0] is None else torch.cat(xs) for name, xs in fields.items()})
+        return tuple(concatenated(things) for things in zip(*parts, strict=True))
 
     def pull_to_a_point(h, real, generated, *, temperatures, **settings):
         return DriftField(torch.ones_like(h) / 8 - h, h.new_ones(len(temperatures)), h.new_ones(len(temperatures)))
@@ -303,7 +313,8 @@ def test_eval_loss_is_the_nelbo_per_token_whatever_the_batch_size(kind, tmp_path
 def test_evaluation_and_sampling_leave_the_training_as_it_was(tmp_path):
     """Dropout draws from the global generator: with and without evaluation the weights are the same, bit for bit."""
     results = []
-    for extra in ({}, {"eval_strategy": "steps", "eval_steps": 1, "gen_ppl_num_steps": [2], "gen_ppl_num_samples": 3}):
+    guard = {"gen_ppl_num_steps": [2], "gen_ppl_num_samples": 3, "gen_ppl_min_entropy_ratio": 0.01}
+    for extra in ({}, {"eval_strategy": "steps", "eval_steps": 1} | guard):
         trainer = make_trainer(
             tmp_path / str(len(extra)),
             model=tiny_model("mdlm", dropout=0.2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import pydoc_data.topics
@@ -10,6 +11,7 @@ import shutil
 from collections import Counter
 
 import evaluate
+import mauve
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tokendrift_hf.metrics import GenPPL
-from tokendrift_hf.metrics.gen_ppl.gen_ppl import degeneracy, diversity, perplexity, token_weights
+from tokendrift_hf.metrics.gen_ppl.gen_ppl import Judge, degeneracy, diversity, perplexity, token_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:gen_ppl")
 
@@ -313,7 +315,7 @@ def test_the_record_is_complete_and_plain_json(gen_ppl, metrics):
     assert expected <= set(record)
     assert record["judge_id"] == JUDGE
     assert record["judge_revision"].startswith("sha256:")
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == torch.__version__ and record["versions"]["gen_ppl"] == 1
 
 
 def test_text_without_a_counted_token_has_no_perplexity_and_is_degenerate(gen_ppl):
@@ -407,13 +409,15 @@ def test_text_that_games_the_score_is_flagged(fake, length):
 
 
 def test_rows_of_ids_mirrored_after_a_bos_are_flagged(gen_ppl):
-    """Mirroring subwords breaks words, so the ids are looked at as well."""
+    """Mirroring subwords gives other words, so the ids are looked at as well."""
     generator = random.Random(4)
-    halves = [[generator.randrange(100) for _ in range(30)] for _ in range(6)]
-    texts = ["".join(chr(97 + i % 26) for i in half + half[::-1]) for half in halves]
-    assert degeneracy(texts, [[EOS] + half + half[::-1] for half in halves])[0].startswith("repetition")
-    record = gen_ppl.compute(predictions=[[EOS] + half + half[::-1] for half in halves])
-    assert record["degenerate"]
+    pieces = ["".join(generator.choices("abcdefghij", k=3)) + " " * (i % 3 == 0) for i in range(100)]
+    halves = [[generator.randrange(100) for _ in range(60)] for _ in range(6)]
+    rows = [half + half[::-1] for half in halves]
+    texts = ["".join(pieces[i] for i in row) for row in rows]
+    assert flags(texts) == []
+    assert degeneracy(texts, [[EOS] + row for row in rows])[0].startswith("repetition")
+    assert gen_ppl.compute(predictions=[[EOS] + row for row in rows])["degenerate"]
 
 
 def test_the_flag_reaches_the_record(gen_ppl):
@@ -437,6 +441,85 @@ def test_real_text_is_not_flagged_through_a_judge_that_does_not_know_its_words(g
     record = gen_ppl.compute(predictions=[" ".join(row) for row in blocks(16, 90)])
     assert record["entropy"] < 0.5
     assert not record["degenerate"]
+
+
+def word_texts(low, high, seed, n=60):
+    generator = random.Random(seed)
+    return [" ".join(f"w{generator.randrange(low, high)}" for _ in range(generator.randrange(4, 9))) for _ in range(n)]
+
+
+@pytest.mark.parametrize("form", ["text", "ids"])
+def test_mauve_is_that_of_mauve_text_with_its_own_features(gen_ppl, judge_tokenizer, form):
+    """The library loads the judge itself and reads its last hidden state; empty texts have none."""
+    ours, real = word_texts(0, 40, 0), word_texts(20, 60, 1, n=70)
+    expected = mauve.compute_mauve(p_text=ours, q_text=real, featurize_model_name=JUDGE)
+    predictions, references = [[*ours, ""], [*real, "", ""]]
+    if form == "ids":
+        predictions, references = (
+            [judge_tokenizer(t)["input_ids"] for t in texts] for texts in (predictions, references)
+        )
+    with pytest.warns(UserWarning, match="MAUVE of 60 samples and 70 references"):
+        record = gen_ppl.compute(predictions=predictions, mauve_references=references, batch_size=7)
+    assert record["mauve"] == pytest.approx(expected.mauve, rel=1e-9) and 0.01 < record["mauve"] < 0.999
+    settings = record["mauve_settings"]
+    assert (settings["num_buckets"], settings["num_predictions"], settings["num_references"]) == (6, 60, 70)
+    assert settings["version"].startswith("0.") and settings["mauve_scaling_factor"] == 5 and settings["seed"] == 25
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_mauve_of_equal_texts_is_one_and_of_disjoint_ones_near_zero(gen_ppl):
+    """Also of equal sets, where the library's own area under the curve is anything from 0.5 to 1."""
+    a, b = word_texts(0, 2, 0), word_texts(90, 92, 1)
+    assert gen_ppl.compute(predictions=a, mauve_references=a)["mauve"] == pytest.approx(1)
+    assert gen_ppl.compute(predictions=a, mauve_references=word_texts(0, 2, 2))["mauve"] > 0.9
+    assert gen_ppl.compute(predictions=a, mauve_references=b)["mauve"] < 0.05
+
+
+def test_mauve_settings_replace_the_defaults_and_references_are_read_once(judge, judge_tokenizer, monkeypatch):
+    references = word_texts(0, 40, 0)
+    settings = {"num_buckets": 3, "mauve_scaling_factor": 1}
+    metric = GenPPL(
+        keep_in_memory=True,
+        model=judge,
+        model_tokenizer=judge_tokenizer,
+        mauve_references=references,
+        mauve_settings=settings,
+    )
+    read, features = [], Judge.features
+    monkeypatch.setattr(
+        Judge, "features", lambda self, rows, size: read.append(len(rows)) or features(self, rows, size)
+    )
+    first = metric.compute(predictions=word_texts(0, 40, 1, n=50))
+    assert settings.items() <= first["mauve_settings"].items()
+    metric.compute(predictions=word_texts(0, 40, 2, n=51))
+    assert read == [60, 50, 51]
+    metric.compute(predictions=references, mauve_references=word_texts(0, 40, 3, n=52))
+    assert read[3:] == [52, 60], "other references are not those kept"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"mauve_references": word_texts(0, 9, 0, n=3)},
+            "2 clusters needs at least 4 samples and references.*60 and 3",
+        ),
+        ({"mauve_references": word_texts(0, 9, 0), "mauve_settings": {"num_buckets": 31}}, "needs at least 62"),
+        ({"mauve_settings": {"buckets": 3}}, r"Unknown mauve_settings \['buckets'\]"),
+        ({"mauve_references": "w1 w2"}, "mauve_references is 'w1 w2'"),
+        ({"mauve_references": []}, r"mauve_references is \[\]"),
+    ],
+)
+def test_mauve_that_cannot_be(gen_ppl, settings, message):
+    with pytest.raises(ValueError, match=message):
+        gen_ppl.compute(predictions=word_texts(0, 9, 1), **settings)
+
+
+def test_without_mauve_text_the_error_names_the_extra(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mauve" else find(name))
+    with pytest.raises(ImportError, match=r"pip install \"tokendrift-hf\[mauve\]\""):
+        GenPPL(keep_in_memory=True, model_id=JUDGE, mauve_references=["w1"])
 
 
 @pytest.mark.parametrize(
@@ -482,6 +565,13 @@ def test_a_judge_without_tokenizer_is_a_clear_error(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(f"{JUDGE}/{name}", tmp_path)
     with pytest.raises(ValueError, match="Save the tokenizer beside the model"):
+        GenPPL(keep_in_memory=True, model_id=str(tmp_path)).compute(predictions=["w1 w2"])
+
+
+def test_what_is_no_autoregressive_model_is_no_judge(tmp_path):
+    AutoTokenizer.from_pretrained(JUDGE).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ValueError, match="cannot be loaded. It takes an autoregressive model"):
         GenPPL(keep_in_memory=True, model_id=str(tmp_path)).compute(predictions=["w1 w2"])
 
 

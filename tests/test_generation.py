@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TextDiffusionStreamer, TextStreamer
 
 from tokendrift_hf import DiffusionGenerationConfig
+from tokendrift_hf.hub.denoiser_tokendrift import draw_dtype
 
 KINDS = ["mdlm", "duo"]
 MASK = TINY["vocab_size"] - 1
@@ -307,6 +308,11 @@ def test_precision_is_an_argument(kind):
     assert model.to(torch.bfloat16).generate(num_steps=2, seed=0).shape == (1, 16)
 
 
+def test_a_device_without_float64_draws_in_float32():
+    assert draw_dtype("float64", torch.device("mps")) == draw_dtype("float32", torch.device("cpu")) == torch.float32
+    assert draw_dtype("float64", torch.device("cpu")) == draw_dtype("float64", torch.device("cuda")) == torch.float64
+
+
 def peak_megabytes(function) -> float:
     """How far the memory of this process rises above where it was, by the kernel's count."""
 
@@ -448,7 +454,8 @@ def test_settings_with_unknown_names_are_refused():
         ("mdlm", {"num_steps": 0}, "num_steps=0. It must be a whole number, at least 1"),
         ("mdlm", {"num_steps": 2.5}, "num_steps=2.5"),
         ("mdlm", {"num_samples": 0}, "num_samples=0"),
-        ("mdlm", {"temperature": -1.0}, "temperature=-1.0. It must be >= 0"),
+        ("mdlm", {"temperature": -1.0}, "temperature=-1.0. It must be 0, which is greedy, or at least"),
+        ("mdlm", {"temperature": 1e-9}, "temperature=1e-09. It must be 0"),
         ("mdlm", {"temperature": "hot"}, "temperature='hot', top_p=1.0. They must be numbers"),
         ("mdlm", {"top_p": 0.0}, r"top_p=0.0. It must be in \(0, 1\]"),
         ("mdlm", {"top_k": -3}, "top_k=-3"),
@@ -473,6 +480,10 @@ def test_settings_with_unknown_names_are_refused():
         ("mdlm", {"precision": "float16"}, "precision='float16'"),
         ("mdlm", {"trim_eos": True}, "trim_eos=True without an eos_token_id"),
         ("mdlm", {"seed": 1, "generator": torch.Generator()}, "Both seed and generator"),
+        ("mdlm", {"seed": -1}, "seed=-1. It must be a whole number from 0"),
+        ("mdlm", {"seed": 2**64}, "seed=18446744073709551616"),
+        ("mdlm", {"psi_fractions": [0.1, 0.2]}, "They belong to sampler='psi'"),
+        ("mdlm", {"output_history": True}, "output_history=True without return_dict_in_generate"),
         ("mdlm", {"num_samples": 3, "generator": [torch.Generator()]}, "1 generators for 3 rows"),
         ("mdlm", {"prompt_mask": torch.ones(1, 4)}, "without input_ids"),
         ("mdlm", {"input_ids": torch.rand(1, 4)}, "tensor of integer ids"),

@@ -20,7 +20,7 @@ SMALL = (
     "--max_steps 2 --per_device_train_batch_size 2 --num_steps 2 --num_seeds 1 --num_samples 2 --use_cpu true "
     "--bf16 false --disable_tqdm true --train_split train --validation_split train --reference_split train"
 )
-MORE = {"train": SMALL, "evaluate": "--num-samples 2 --batch-size 4", "generate": ""}
+MORE = {"train": SMALL, "evaluate": "--num-samples 2 --batch-size 4 --seeds 1 --text-split train", "generate": ""}
 
 
 def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
@@ -31,6 +31,7 @@ def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
         "recipes/": f"{RECIPES}/",
     }
     train = f"--model {text_files / 'base'} --judge {text_files / 'judge'} --dataset {text_files / 'corpus.jsonl'}"
+    given = {"train": train, "evaluate": f"--text {text_files / 'corpus.jsonl'}", "generate": ""}
     ran = []
     for marker, language, block in BLOCKS:
         if marker:
@@ -47,7 +48,7 @@ def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
         for command in block.replace("\\\n", " ").splitlines():
             program, task, *words = shlex.split(command)
             assert program == "tokendrift", command
-            words += shlex.split(MORE[task]) + (shlex.split(train) if task == "train" else [])
+            words += shlex.split(MORE[task]) + shlex.split(given[task])
             assert main([task, *words]) == 0, capsys.readouterr().err
             ran.append(task)
     output = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import textwrap
 
 import pytest
@@ -43,7 +44,7 @@ def test_released_layout_loads_and_saves_as_ours(kind, with_buffer, tmp_path, ca
     released = released_directory(tmp_path / "released", kind, weights)
     model, info = model_class(kind).from_pretrained(released, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     file = recorded(f"{kind}_tiny_io")
     output = model.eval()(file["input_ids"])
     assert not isinstance(output, tuple)  # the released config asks for bare tensors of its own code

@@ -95,6 +95,21 @@ def test_shared_base_gives_the_features_and_gradients_of_a_copy(kind):
     assert all(p.grad is None for p in student.parameters()), "the encoder's pass reached a weight"
 
 
+def test_training_with_the_shared_base_is_training_with_a_copy(tmp_path):
+    """Bit for bit, three steps of AdamW with both objectives."""
+    for objective in ("feature", "mirror_kl"):
+        weights = []
+        for encoder in ("base", None):
+            torch.manual_seed(0)
+            arguments = {"peft_config": lora_config("linear", r=2), "encoder": encoder}
+            fields = {"objective": objective, "optim": "adamw_torch", "learning_rate": 1e-2}
+            trainer = make_trainer(tmp_path / "run", model=tiny_model("mdlm"), arguments=arguments, **fields)
+            trainer.train()
+            assert (trainer.encoder.model is trainer.model) == (encoder == "base")
+            weights.append(weights_of(trainer.model))
+        assert_same(*weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("message", "dropout", "options", "fields"),
     [
@@ -188,6 +203,9 @@ def test_resumed_adapters_equal_uninterrupted_ones(tmp_path):
     assert_same(weights_of(resumed.model), weights_of(whole.model), rtol=0, atol=0)
     assert_same(resumed.ema.shadow, whole.ema.shadow, rtol=0, atol=0)
     assert all("lora_" in name for name in whole.ema.shadow), "the average covers the adapters alone"
+    resumed.save_model()
+    saved = load_file(tmp_path / "resumed/adapter_model.safetensors")
+    assert_same(saved, {name.replace(".default", ""): value for name, value in resumed.ema.shadow.items()})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from training import logged, make_trainer, toy_rows
 from transformers import TrainerCallback
 
 from tokendrift_hf import GenPPL
-from tokendrift_hf.monitor import dynamics, entropy_ratio, unigram_entropy
+from tokendrift_hf.monitor import dynamics, entropy_ratio, plot_dynamics, unigram_entropy
 
 
 class Collapse(TrainerCallback):
@@ -112,6 +112,18 @@ def test_the_ratio_is_of_the_worst_number_of_steps():
         "eval_gen_ppl_nfe4": 8.0,
         "step": 5,
     }
+
+
+def test_the_dynamics_figure_has_a_line_for_every_number_of_steps(tmp_path):
+    points = [{"step": step} for step in (0, 5)]
+    for n in (4, 16):
+        points[0] |= {f"eval_gen_ppl_nfe{n}": 90.0 + n, f"eval_entropy_nfe{n}": 4.0}
+        points[1] |= {f"eval_gen_ppl_nfe{n}": 50.0 + n, f"eval_entropy_nfe{n}": 3.5}
+    axes = plot_dynamics(points, tmp_path / "dynamics.png").axes
+    assert [axis.get_ylabel() for axis in axes] == ["Gen.-PPL", "entropy (nats)"]
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes[0].lines}
+    assert lines == {"4": ([0, 5], [94.0, 54.0]), "16": ([0, 5], [106.0, 66.0])}
+    assert [list(line.get_ydata()) for line in axes[1].lines] == [[4.0, 3.5]] * 2
 
 
 def test_samples_do_not_depend_on_the_batch_size(tmp_path):

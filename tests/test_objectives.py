@@ -143,8 +143,10 @@ def test_mirror_loss_equals_the_literal_equations(divergence, eta, chunk_size):
     torch.testing.assert_close(grad, 3 * expected_grad, rtol=1e-9, atol=1e-13)
     torch.testing.assert_close(field, untouched, rtol=0, atol=0)
     assert float(statistics["mirror_eta"]) == eta
-    step_rms = eta * g[predicted].square().sum(dim=-1).mean().sqrt()
-    torch.testing.assert_close(statistics["mirror_step_rms"], step_rms, rtol=1e-10, atol=0)
+    p = logits.softmax(dim=-1).detach()
+    variance = (p * g**2).sum(dim=-1) - (p * g).sum(dim=-1) ** 2
+    step = eta * variance[predicted].mean().sqrt()
+    torch.testing.assert_close(statistics["mirror_step"], step, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -241,13 +243,78 @@ def test_the_mirror_step_ascends_locally():
 # ---- the unit of the mirror step --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [4, 64])
-@pytest.mark.parametrize("step_size", [0.1, 3.0])
-def test_step_size_is_the_rms_length_of_the_logit_step_whatever_the_text_length(length, step_size):
-    encoder, (logits, predicted, field) = Encoder(), setting(length=length)
-    features = encoder.lift(logits, predicted)
-    _, statistics = mirror_loss(logits, features, field, predicted, divergence="mse", step_size=step_size)
-    assert float(statistics["mirror_step_rms"]) == pytest.approx(step_size, rel=1e-9)
+def mirror_step(batch=4, length=64, vocab=100, spread=2.0, tokens=0, predicted=0.6, **settings):
+    """Mean KL(p* || p) of a predicted position, and eta, for random logits of standard deviation `spread` and a random
+    encoder whose positions see one another; with `tokens` one feature a position, at that many positions a row."""
+    g = torch.Generator().manual_seed(0)
+    width, rows = 32, torch.rand(batch, length, generator=g) < predicted
+    w_1, w_2 = (torch.randn(D, width, generator=g, dtype=torch.float64) / 2 for _ in "ab")
+    w_3 = torch.randn(width, M, generator=g, dtype=torch.float64)
+    embedding = torch.randn(vocab, D, generator=g, dtype=torch.float64)
+    places = 0.3 * torch.randn(length, D, generator=g, dtype=torch.float64)
+    logits = (spread * torch.randn(batch, length, vocab, generator=g, dtype=torch.float64)).requires_grad_()
+    x = soft_lift(logits, embedding, torch.zeros(batch, length, dtype=torch.long), rows) + places
+    x = torch.tanh(x @ w_1 + x.mean(dim=1, keepdim=True) @ w_2) @ w_3
+    x = x[:, torch.randperm(length, generator=g)[:tokens]].flatten(0, 1) if tokens else x.mean(dim=1)
+    features = F.normalize(x, dim=-1)
+    field = torch.randn(features.shape, generator=g, dtype=torch.float64)
+    field /= field.square().sum(dim=-1).mean().sqrt()
+    loss, statistics = mirror_loss(logits, features, field, rows, divergence="kl", **settings)
+    return float(loss.detach()) * batch / int(rows.sum()), float(statistics["mirror_eta"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": 16},
+        {"length": 256},
+        {"length": 1024, "batch": 2},
+        {"batch": 1},
+        {"batch": 16},
+        {"predicted": 0.1},
+        {"vocab": 10},
+        {"vocab": 1000},
+        {"vocab": 10000},
+        {"vocab": 1000, "spread": 0.3},
+        {"vocab": 10000, "spread": 4.0},
+        {"tokens": 8},
+        {"tokens": 32},
+    ],
+    ids=str,
+)
+def test_a_step_size_changes_the_distribution_by_the_same_amount_everywhere(change):
+    """KL(p* || p) = s^2/2 at a mean position for small s, from 16 to 1024 tokens, 10 to 10,000 words, flat or peaked
+    distributions, both poolings and any batch."""
+    s = 0.02
+    assert mirror_step(**change, step_size=s)[0] == pytest.approx(s**2 / 2, rel=0.05)
+
+
+def test_one_eta_means_another_step_at_every_length_and_vocabulary():
+    """What the unit is for: at one eta the change of p differs more than a thousandfold."""
+    _, eta = mirror_step(step_size=0.02)
+    changes = [mirror_step(length=16, eta=eta), mirror_step(length=1024, batch=2, eta=eta)]
+    assert changes[0][0] > 1000 * changes[1][0]
+    assert mirror_step(eta=eta)[0] > 1000 * mirror_step(vocab=10000, spread=1.0, eta=eta)[0]
+
+
+def test_large_steps_saturate_at_every_length_alike():
+    for s, share in ((1.0, 0.58), (3.0, 0.2)):
+        found = [mirror_step(length=length, step_size=s)[0] / (s**2 / 2) for length in (16, 64, 256)]
+        assert found == pytest.approx([share] * 3, rel=0.15)
+
+
+def test_the_size_of_the_step_scales_the_gradient_of_mse_and_turns_that_of_kl():
+    """So an optimizer that divides by the gradient's size sees no step size in "mse" alone."""
+    encoder, (logits, predicted, field) = Encoder(), setting()
+    for divergence, turns in (("mse", False), ("kl", True)):
+        gradients = []
+        for s in (0.1, 3.0):
+            features = encoder.lift(logits, predicted)
+            loss, _ = mirror_loss(logits, features, field, predicted, divergence=divergence, step_size=s)
+            gradients.append(torch.autograd.grad(loss, logits)[0].flatten())
+        cosine = float(torch.cosine_similarity(*gradients, dim=0))
+        assert (cosine < 0.9) if turns else cosine == pytest.approx(1, abs=1e-12)
+        assert turns or float(gradients[1].norm() / gradients[0].norm()) == pytest.approx(30, rel=1e-9)
 
 
 def test_step_size_means_the_same_when_the_vocabulary_grows():
@@ -269,7 +336,7 @@ def test_step_shrinks_with_the_field_and_vanishes_with_it(divergence):
     for scale in (1.0, 1e-3, 0.0):
         features = encoder.lift(logits, predicted)
         loss, statistics = mirror_loss(logits, features, scale * field, predicted, divergence=divergence, step_size=0.5)
-        assert float(statistics["mirror_step_rms"]) == pytest.approx(0.5 * scale, rel=1e-9)
+        assert float(statistics["mirror_step"]) == pytest.approx(0.5 * scale, rel=1e-9)
         (grad,) = torch.autograd.grad(loss, logits)
         assert torch.isfinite(grad).all()
     assert loss == 0 and (grad == 0).all()
@@ -345,7 +412,7 @@ def test_rows_with_nothing_predicted_contribute_nothing(divergence):
     features = encoder.lift(logits, nothing)
     loss, statistics = mirror_loss(logits, features, field, nothing, divergence=divergence, step_size=1.0)
     (grad,) = torch.autograd.grad(loss, logits)
-    assert loss == 0 and (grad == 0).all() and statistics["mirror_step_rms"] == 0
+    assert loss == 0 and (grad == 0).all() and statistics["mirror_step"] == 0
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -400,6 +467,34 @@ def test_gradient_under_bfloat16_autocast_is_within_one_percent_of_float64(objec
             else:
                 loss, _ = mirror_loss(logits, features, field, predicted, divergence=objective, step_size=1.0)
         gradients[dtype] = torch.autograd.grad(loss, logits)[0].double()
+    expected = gradients[torch.float64]
+    assert (gradients[torch.float32] - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("objective", ["feature", *DIVERGENCES])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16_autocast"])
+@pytest.mark.parametrize("apart", [False, True], ids=["nearly_equal", "far_apart"])
+def test_gradient_at_the_ends_of_the_range_is_within_one_percent_of_float64(apart, autocast, objective):
+    """Real and generated features of cosine 0.999999, or so far apart that the cross mass is below 1e-12."""
+    gradients = {}
+    for dtype in (torch.float32, torch.float64):
+        encoder, (logits, predicted, _) = Encoder(dtype=dtype), setting(dtype, length=32)
+        g = torch.Generator().manual_seed(4)
+        pole, spread = torch.eye(M, dtype=torch.float64)[:1].to(dtype), 0.3 if apart else 1e-3
+        u, queued = (torch.randn(30, M, generator=g, dtype=torch.float64).to(dtype) / 3 for _ in "ab")
+        u, queued = F.normalize((-pole if apart else pole) + spread * u, dim=-1), F.normalize(pole + spread * queued)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            features = F.normalize(pole + spread * encoder.lift(logits, predicted), dim=-1)
+            negatives = torch.cat([features.detach(), queued])
+            drift = drift_field(features, u, negatives, self_index=torch.arange(B))
+            if objective == "feature":
+                loss, _ = feature_loss(features, drift.field)
+            else:
+                loss, _ = mirror_loss(logits, features, drift.field, predicted, divergence=objective, step_size=1.0)
+        cosine = float((features.detach().double() @ u.double().T).mean())
+        assert (cosine < -0.9 and drift.rms_per_temperature[1] < 1e-12) if apart else 0.999998 < cosine < 0.9999999
+        gradients[dtype] = torch.autograd.grad(loss, logits)[0].double()
+        assert drift.field.isfinite().all() and loss.isfinite()
     expected = gradients[torch.float64]
     assert (gradients[torch.float32] - expected).norm() < 1e-2 * expected.norm()
 

@@ -114,9 +114,14 @@ hub_strategy: end
 """
 
 
-def test_command_line_rehearses_a_push_and_pushes(text_files, tmp_path):
+@pytest.mark.parametrize(
+    ("lora", "promised"),
+    [("", CODE | {"model.safetensors"}), ("lora: {r: 2}", {"adapter_config.json", "adapter_model.safetensors"})],
+    ids=["full", "lora"],
+)
+def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tmp_path):
     """--dry-run names every file that the push then uploads, and touches neither the disk nor the hub."""
-    (text_files / "push.yaml").write_text(RECIPE)
+    (text_files / "push.yaml").write_text(RECIPE + lora)
     code = f"""
         import os, torch
         torch.set_num_threads(1)
@@ -126,17 +131,20 @@ def test_command_line_rehearses_a_push_and_pushes(text_files, tmp_path):
         assert not os.path.exists("out")
         print("=====")
         assert main(call) == 0
+        assert main([*call, "--resume"]) == 0
     """
     with FakeHub() as hub:
         output = run_python(code, tmp_path / "run", isolated=False, **hub.environment)
-        rehearsal, real = output.split("=====")
-        assert "A push would upload to tester/cli:" in rehearsal and "Pushed to" not in rehearsal
-        assert "Pushed to" in real
-        files = hub.repos["tester/cli"]
-        listed = {line.split(" bytes  ")[1].strip() for line in rehearsal.splitlines() if " bytes  " in line}
-        assert CODE <= listed and set(files) - listed == {"training.json"} and listed <= set(files)
-        card = files["README.md"].decode()
-        assert "name: Gen.-PPL at 2 steps" in card and "judge: judge" in card and str(text_files) not in card
+    rehearsal, real = output.split("=====")
+    assert "A push would upload to tester/cli:" in rehearsal and "Pushed to" not in rehearsal
+    assert real.count("Pushed to") == 2
+    files = hub.repos["tester/cli"]
+    listed = {line.split(" bytes  ")[1].strip() for line in rehearsal.splitlines() if " bytes  " in line}
+    assert promised <= listed and set(files) - listed == {"training.json"} and listed <= set(files)
+    card = files["README.md"].decode()
+    assert "name: Gen.-PPL at 2 steps" in card and "judge: judge" in card
+    for name, content in files.items():
+        assert str(text_files).encode() not in content, f"{name} tells where the base lies"
 
 
 def test_metric_as_a_space(text_files, tmp_path):

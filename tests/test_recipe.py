@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tokendrift_hf.cli import flags
 from tokendrift_hf.drift_config import DriftConfig
-from tokendrift_hf.recipe import read_recipe
+from tokendrift_hf.recipe import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -81,3 +85,17 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
     recipe, _ = read_recipe(_write(tmp_path, "model: base\njudge: gpt2-large"), {})
     assert recipe.model == str(tmp_path / "base")
     assert recipe.judge == "gpt2-large"
+
+
+def test_help_lists_every_field_without_a_heavy_import():
+    """All fields of Recipe and those that DriftConfig adds or changes, each with its meaning."""
+    code = (
+        "import sys; sys.argv = ['tokendrift']; from tokendrift_hf.cli import main\n"
+        "try: main(['train', '--help'])\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    listed = dict(re.findall(r"^  (\w+): .*\n {6}(.+)", run.stdout, flags=re.MULTILINE))
+    assert set(listed) == {f.name for f in fields(Recipe)} | DriftConfig.__annotations__.keys()
+    for f in fields(Recipe):
+        assert f.metadata["help"].startswith(listed[f.name]), f.name
+    assert "num_steps: list[int] = [4, 8, 16]" in run.stdout and "ema_decay: float | null = null" in run.stdout

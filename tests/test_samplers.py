@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FIXTURES, recorded
+from conftest import FIXTURES, recorded, tiny_model
 from safetensors import safe_open
 from torch import nn
 from transformers.modeling_outputs import MaskedLMOutput
@@ -154,6 +154,8 @@ def test_draw_inverts_the_distribution_function(V):
     cdf = weights.cumsum(-1)
     expected = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0]
     assert draw(weights, uniforms).equal(expected)
+    rows = torch.tensor([7, 3, 3])
+    assert draw(weights, uniforms[rows], rows).equal(expected[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -293,8 +295,9 @@ def mixture(process, p, x, alpha_t, alpha_s, kappa):
     p_x = p.gather(-1, x[..., None])
 
     def posterior(alpha_s):
-        keep, uniform = samplers.uniform_rates(alpha_t, alpha_s, V, p_x)
-        return keep * old + uniform / V + (1 - keep - uniform) * p
+        pull, keep, uniform = samplers.uniform_rates(alpha_t, alpha_s, V)
+        stays = pull * p_x / (1 + pull * p_x)
+        return stays * old + (1 - stays) * (keep * old + uniform / V + (1 - keep - uniform) * p)
 
     return kappa * posterior(alpha_s) + (1 - kappa) * (alpha_s * posterior(1.0) + (1 - alpha_s) / V)
 
@@ -432,6 +435,28 @@ def test_whole_runs_follow_the_enumerated_law(kind, settings, kappa):
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("kappa", [1.0, 0.3])
+def test_each_step_follows_its_enumerated_transition(kind, kappa):
+    """The joint law of x before and after the second of three steps; noise left alone instead of redrawn is found."""
+    model, V = stub(kind, V=3), 3
+    settings = {} if kappa == 1 else {"sampler": "psi", "psi": f"constant-{kappa}"}
+    output = model.generate(
+        num_samples=12000, num_steps=3, seed=3, output_history=True, return_dict_in_generate=True, **settings
+    )
+    before, after = (V * x[:, 0] + x[:, 1] for x in output.history[1:3])
+    counts = torch.bincount(before * V**2 + after, minlength=V**4).double()
+
+    laws = psi_laws(model.process, 3, [kappa] * 3)
+    law_before = enumerate_run(model, laws[:1])
+    states = torch.tensor(list(itertools.product(range(V), repeat=2)))
+    t, law = laws[1]
+    logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
+    q = law(model.process.log_probs(logits.masked_fill(mask_column(model), -1e6), states).exp(), states)
+    transition = q[:, 0][:, states[:, 0]] * q[:, 1][:, states[:, 1]]
+    assert p_value(counts, (law_before[:, None] * transition).flatten()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
 def test_remdm_loop_follows_the_enumerated_law(kind):
     """A plateau of the time grid, where only the forward branch does anything, and three different modes."""
     model = stub(kind, V=3, seed=1)
@@ -467,7 +492,7 @@ def test_wrong_rates_are_found_out(monkeypatch):
     """The control: the same test fails for plausible mistakes, so it has the power to find them."""
     duo, mdlm = stub("duo", V=3), stub("mdlm", V=4)
     right = samplers.uniform_rates
-    monkeypatch.setattr(samplers, "uniform_rates", lambda t, s, V, p: right(t, s, V, p * 0 + 1 / V))
+    monkeypatch.setattr(samplers, "uniform_rates", lambda t, s, V: (right(t, s, V)[0] / V, *right(t, s, V)[1:]))
     law = enumerate_run(duo, psi_laws(duo.process, 3, [1.0] * 3))
     assert p_value(histogram(duo, num_steps=3), law) < 1e-9
     monkeypatch.setattr(samplers, "absorbing_rates", lambda t, s, kappa: (s - t if s < 1 else 1.0, 0.0))
@@ -521,7 +546,7 @@ def test_first_hitting_times_are_those_of_the_process():
 
 @pytest.mark.parametrize("sampler", ["confidence", "margin", "entropy"])
 def test_ordered_unmasking_follows_its_enumerated_law(sampler):
-    """Two positions in two steps: every pair of draws, the surer of which is kept."""
+    """Two positions in two steps: the surer position first."""
     model = stub("mdlm", V=4, L=2, seed=5)
     mask = model.process.mask_id
     law = torch.zeros(16, dtype=torch.float64)
@@ -530,17 +555,16 @@ def test_ordered_unmasking_follows_its_enumerated_law(sampler):
         return model.prediction(torch.tensor([x]), torch.zeros(1))[0].masked_fill(mask_column(model), -1e9).softmax(-1)
 
     first = prediction([mask, mask])
-    for drawn in itertools.product(range(3), repeat=2):
-        p = [first[i][drawn[i]] for i in (0, 1)]
-        top = first.topk(2, -1).values
-        score = {"confidence": p, "margin": top[:, 0] - top[:, 1], "entropy": torch.special.entr(first).sum(-1).neg()}
-        keep = 0 if score[sampler][0] >= score[sampler][1] else 1
+    top = first.topk(2, -1).values
+    scores = {"confidence": top[:, 0], "margin": top[:, 0] - top[:, 1], "entropy": -torch.special.entr(first).sum(-1)}
+    surest = int(scores[sampler].argmax())
+    for token, p in enumerate(first[surest].tolist()):
         x = [mask, mask]
-        x[keep] = drawn[keep]
-        for token, q in enumerate(prediction(x)[1 - keep].tolist()):
+        x[surest] = token
+        for other, q in enumerate(prediction(x)[1 - surest].tolist()):
             y = list(x)
-            y[1 - keep] = token
-            law[y[0] * 4 + y[1]] += p[0] * p[1] * q
+            y[1 - surest] = other
+            law[y[0] * 4 + y[1]] += p * q
     assert p_value(histogram(model, num_steps=2, sampler=sampler), law) > 1e-3
 
 
@@ -552,8 +576,6 @@ def test_samplers_change_the_order_but_not_the_marginals(kind):
     extra = ["analytic", "first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
     for sampler in ["ancestral", "psi", *extra]:
         steps = {} if sampler == "first_hitting" else {"num_steps": 4}
-        if sampler == "confidence":
-            steps = {"num_steps": 1}  # in more steps likely tokens come first, but all come: the same in the end
         x = model.generate(num_samples=2000, sampler=sampler, seed=11, **steps)
         counts = torch.bincount(x.flatten(), minlength=len(p))[: len(p)].double()
         assert p_value(counts, torch.tensor(p, dtype=torch.float64)) > 1e-3, sampler
@@ -567,9 +589,10 @@ def test_a_certain_network_leaves_no_noise_and_no_mask(kind, N):
     truth = torch.tensor([4, 0, 1, 3, 3, 2, 0])
     table = torch.full((1, L, V), -torch.inf, dtype=torch.float64).scatter(-1, truth[None, :, None], 0.0)
     model = Stub(AbsorbingProcess(V, V - 1) if kind == "mdlm" else UniformProcess(V), table)
-    extra = ["confidence", "margin", "entropy"] if kind == "mdlm" else []
+    extra = ["analytic", "first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
     for sampler in ["ancestral", "psi", *extra]:
-        x = model.generate(num_samples=20, num_steps=N, sampler=sampler, seed=N)
+        steps = {} if sampler == "first_hitting" else {"num_steps": N}
+        x = model.generate(num_samples=20, sampler=sampler, seed=N, **steps)
         assert (x == truth).all(), sampler
 
 
@@ -605,16 +628,66 @@ def test_chunks_and_rows_of_the_denoiser_cover_what_is_wanted():
     wanted[2] = False
     p = model.prediction(x, t).softmax(-1)
     for chunk_size in (1, 3, None):
-        denoiser = Denoiser(
-            model, None, temperature=1.0, top_k=0, top_p=1.0, dtype=torch.float64, chunk_size=chunk_size
-        )
+        denoiser = Denoiser(model, None, temperature=1.0, top_k=0, top_p=1.0, chunk_size=chunk_size)
         denoiser.tokens_per_call = 8
         seen = torch.zeros_like(p)
-        for rows, columns, weights, total in denoiser(x, t, wanted):
-            seen[rows, columns] += weights / total[:, None]
+        for rows, columns, prediction in denoiser(x, t, wanted):
+            seen[rows, columns] += prediction
         torch.testing.assert_close(seen, p * wanted[..., None])
         assert denoiser.num_calls == 1
         assert list(denoiser(x, t, wanted & False)) == [] and denoiser.num_calls == 1
+
+
+def test_bounds_of_the_prediction_hold_and_change_no_token(monkeypatch):
+    """DUO's head is skipped where a bound of p(x_t) settles the outcome: the same text from fewer rows of the head.
+
+    A bound that is too low is found out.
+    """
+    model, inner, rows = tiny_model("duo", vocab_size=1000), DUOForMaskedLM.logits, []
+    monkeypatch.setattr(DUOForMaskedLM, "logits", lambda *args: (rows.append(len(args[1])), inner(*args))[1])
+    with torch.no_grad():
+        model.backbone.output_layer.linear.weight *= 0.3
+        x, t = torch.randint(1000, (1, 16), generator=torch.Generator().manual_seed(0)), torch.tensor([0.5])
+        for temperature in (1.0, 0.5):
+            denoiser = Denoiser(model, None, temperature=temperature, top_k=0, top_p=1.0)
+            hidden, c = model(x, timesteps=t, positions=torch.arange(16)[None]).hidden_states
+            p = (model(x, timesteps=t).logits[0] / temperature).softmax(-1)
+            bounds = denoiser.log_p_bounds(hidden[0], c.expand(16, -1), x[0])
+            assert (bounds > p.gather(1, x.T)[:, 0].log()).all()
+
+    def text(**settings):
+        rows.clear()
+        return model.generate(num_samples=20, num_steps=8, seed=0, **settings), sum(rows)
+
+    screened = [text(), text(sampler="psi", psi="constant-0.5"), text(temperature=0.7)]
+    bound = Denoiser.log_p_bounds
+    monkeypatch.setattr(Denoiser, "log_p_bounds", lambda *args: bound(*args) - 3)
+    assert not text()[0].equal(screened[0][0])
+    monkeypatch.setattr(Denoiser, "blocks", None)
+    whole = [text(), text(sampler="psi", psi="constant-0.5"), text(temperature=0.7)]
+    for (few, few_rows), (all_, all_rows) in zip(screened, whole, strict=True):
+        assert few.equal(all_) and few_rows < 0.9 * all_rows
+
+
+def test_a_masked_model_never_sees_the_same_input_twice():
+    """A call is made only for tokens that will be put in, so no cache of predictions could save one."""
+    model, seen = independent_stub("mdlm", [0.4, 0.3, 0.3], 12), []
+    forward = model.forward
+    model.forward = lambda input_ids, **kwargs: (seen.append(input_ids), forward(input_ids, **kwargs))[1]
+    for settings in ({}, {"sampler": "psi"}, {"noise_removal": "greedy"}, {"sampler": "confidence"}):
+        seen.clear()
+        model.generate(seed=0, **{"num_steps": 40} | settings)
+        assert 4 < len(seen) <= 41
+        assert all(not a.equal(b) for a, b in itertools.pairwise(seen))
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_a_network_that_predicts_nan_is_an_error(kind):
+    model = tiny_model(kind)
+    with torch.no_grad():
+        model.backbone.blocks[0].mlp[0].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="predicts nan"):
+        model.generate(num_steps=2, seed=0)
 
 
 def test_noise_of_a_row_is_its_own():

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are complete: a killed run may leave the newest one half-written."""
+"""What we add to a checkpoint, and which checkpoints are complete: a killed run may leave the newest half-written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,69 @@ import logging
 import os
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .drift_config import DriftConfig
+from .ema import WeightEMA
+from .queue import FeatureQueue
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "drift_state.json"  # written after every other file of ours, and before trainer_state.json
+QUEUES, EMA = "drift_queues.safetensors", "drift_ema.safetensors"
+# Settings whose silent change would make a resumed run another run.
+RECORDED = (
+    "seed objective base_loss_weight drift_scale mirror_step_size mirror_eta encoder_input drift_kernel temperatures "
+    "attraction repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep "
+    "ema_decay gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay "
+    "max_grad_norm optim"
+).split()
+
+
+def recorded_settings(args: DriftConfig, num_processes: int) -> dict:
+    """The settings that a resumed run should share with its checkpoint."""
+    # Rows are shared out among processes without changing the run: what counts is how many a micro-batch has.
+    return {name: getattr(args, name) for name in RECORDED} | {
+        "global_micro_batch": args.train_batch_size * num_processes
+    }
+
+
+def warn_of_changes(folder: Path, settings: dict) -> None:
+    """Warn if the checkpoint in `folder` has other `settings`.
+
+    Raises:
+        ValueError: as `read_manifest`.
+    """
+    old = read_manifest(folder)["settings"]
+    changed = {name: (old.get(name), value) for name, value in settings.items() if old.get(name) != value}
+    if changed:
+        logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
+
+
+def save_state(folder: Path, real: FeatureQueue, generated: FeatureQueue, ema: WeightEMA | None) -> None:
+    """Write the two queues and the averaged weights, if any."""
+    save_file({"real": real.features.contiguous(), "generated": generated.features.contiguous()}, folder / QUEUES)
+    if ema is not None:
+        save_file(ema.state_dict(), folder / EMA)
+
+
+def load_queues(folder: Path, real: FeatureQueue, generated: FeatureQueue) -> None:
+    """Restore the two queues."""
+    features = load_file(folder / QUEUES)
+    real.load_state_dict({"features": features["real"]})
+    generated.load_state_dict({"features": features["generated"]})
+
+
+def load_ema(folder: Path, ema: WeightEMA, model: nn.Module) -> None:
+    """Restore the averaged weights; of a checkpoint written without them, begin at the weights of `model`."""
+    path = folder / EMA
+    if path.is_file():
+        ema.load_state_dict(load_file(path))
+    else:
+        ema.reset(model)
 
 
 def write_manifest(folder: Path, record: dict) -> None:

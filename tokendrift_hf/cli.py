@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
+
+from .recipe import field_help
 
 DESCRIPTION = "Refine discrete diffusion language models with TokenDrift."
 
@@ -22,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
         _register()
         return options.run(options, rest)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"tokendrift {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -34,9 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="refine a model as a recipe says, and evaluate it",
-        description="Refine a model as a recipe says, train the matched continuation beside it if the recipe asks for "
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Refine a model as a recipe says, train the matched continuation beside it if the recipe asks for\n"
         "it, sample and score all of them, and write the models, a table, a plot and results.json.",
-        epilog="Every field of the recipe and of DriftConfig is also a flag: --max_steps 300 --learning_rate 1e-4.",
+        epilog=field_help(),
     )
     train.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
     train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
@@ -52,15 +56,18 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("model", help="a directory or a hub id")
     generate.add_argument("--prompt", help="text to continue")
     generate.add_argument("--num-samples", type=int, default=1, help="how many (default 1)")
-    generate.add_argument("--num-steps", type=int, default=16, help="sampling steps (default 16)")
+    generate.add_argument("--num-steps", type=int, help="sampling steps (default: the model's setting, else 16)")
     generate.add_argument("--max-new-tokens", type=int, help="after the prompt (default: up to the model's length)")
-    generate.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
-    generate.add_argument("--temperature", type=float, default=1.0, help="of the clean-token prediction (default 1)")
+    generate.add_argument("--stride", type=int, help="write text longer than the model in windows this far apart")
+    generate.add_argument("--sampler", help="sampler of generate() (default: the model's, else ancestral)")
+    generate.add_argument(
+        "--temperature", type=float, help="of the clean-token prediction; 0 is greedy (default: the model's, else 1)"
+    )
     generate.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
     generate.add_argument("--top-p", type=float, help="keep the likeliest tokens that hold this much probability")
     generate.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default 0)")
     generate.add_argument("--tokenizer", help="if it is not beside the model")
-    generate.add_argument("--watch", action="store_true", help="show the text taking shape, step by step")
+    generate.add_argument("--watch", action="store_true", help="show the text taking shape in the terminal")
     generate.add_argument("--output", type=Path, help="write samples and settings to this .jsonl file")
     generate.set_defaults(run=run_generate)
 
@@ -68,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("models", nargs="+", metavar="MODEL", help="directories or hub ids (LABEL=MODEL names a row)")
     evaluate.add_argument("--judge", default="gpt2-large", help="model that scores (default gpt2-large)")
     evaluate.add_argument("--num-steps", type=int, nargs="+", default=[4, 8, 16], help="default 4 8 16")
-    evaluate.add_argument("--temperatures", type=float, nargs="+", default=[1.0], help="default 1.0")
+    evaluate.add_argument(
+        "--temperatures", type=float, nargs="+", default=[1.0], help="default 1.0; several give the frontier"
+    )
     evaluate.add_argument("--seeds", type=int, default=3, help="how many sampling seeds (default 3)")
     evaluate.add_argument("--num-samples", type=int, default=256, help="for each cell (default 256)")
     evaluate.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
@@ -81,6 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
         "line, Gen.-PPL at its entropy, and the NELBO perplexity of every model",
     )
     evaluate.add_argument("--text-split", default="validation", help="split of --text (default validation)")
+    evaluate.add_argument("--mauve", action="store_true", help="MAUVE against --text (needs tokendrift-hf[mauve])")
+    evaluate.add_argument(
+        "--match", nargs=2, metavar=("A", "B"), help="labels: sample A at B's entropy too, by its temperature"
+    )
+    evaluate.add_argument("--paper", metavar="N", help="print table N (1 to 6) of the paper beside the results")
     evaluate.add_argument("--n-mc", type=int, default=1, help="noise draws a row for the NELBO (default 1)")
     evaluate.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
     evaluate.set_defaults(run=run_evaluate)
@@ -117,6 +131,8 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     from .recipe import read_recipe
     from .run import refine
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(__package__).setLevel(logging.INFO)  # what packing dropped, which checkpoint is resumed, ...
     pushed = {} if options.push_to_hub is None else {"push_to_hub": options.push_to_hub}
     recipe, arguments = read_recipe(options.recipe, flags(rest) | pushed)
     refine(recipe, arguments, resume=options.resume, dry_run=options.dry_run)
@@ -127,6 +143,7 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     import torch
 
     from .loading import load_model, load_tokenizer
+    from .watch import Watch
 
     if options.output is not None and options.output.exists():
         raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
@@ -137,7 +154,7 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     settings = {
         name: getattr(options, name)
-        for name in ("num_steps", "max_new_tokens", "sampler", "temperature", "top_k", "top_p")
+        for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")
         if getattr(options, name) is not None
     }
     inputs = {"num_samples": options.num_samples, "seed": options.seed}
@@ -146,12 +163,13 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.config.max_position_embeddings
     if options.watch:
-        from .watch import Watch
-
-        inputs["callback"] = Watch(tokenizer, getattr(model.process, "mask_id", None))
+        inputs["callback"] = watch = Watch(tokenizer, getattr(model.process, "mask_id", None))
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    if options.watch:
+        watch.end()
     texts = tokenizer.batch_decode([row[:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
-    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls} | settings
+    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
+    record |= {name: value for name, value in output.settings.items() if value is not None}
     if options.output is None:
         print("\n\n".join(texts))
     else:
@@ -163,13 +181,15 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
+    from datetime import timedelta
+
     import torch
     from accelerate import PartialState
 
     from .data import load_text, pack_documents
-    from .harness import Harness, gen_ppl_at_entropy, nelbo_perplexity, summarise
+    from .harness import Harness, evaluate_models
     from .loading import load_judge, load_model, load_tokenizer
-    from .report import latex_table, markdown_table, plot
+    from .report import paper_rows, write_report
 
     named = {}
     for argument in options.models:
@@ -180,39 +200,31 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     for name in ("seeds", "num_samples", "batch_size", "n_mc"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least 1.")
-    state = PartialState()
+    if options.match is not None and (set(options.match) - set(named) or 1 not in options.temperatures):
+        raise ValueError(f"--match {' '.join(options.match)}: two of {list(named)}, sampled at temperature 1 as well.")
+    if options.mauve and options.text is None:
+        raise ValueError("--mauve compares samples with real text. Name it with --text.")
+    if options.paper is not None:
+        paper_rows(options.paper, options.num_steps)
+    # A process may wait for the others as long as a cell takes, not ten minutes.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     models = {label: load_model(path).to(state.device) for label, path in named.items()}
     tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
     text = None
     if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
         length = next(iter(models.values())).config.max_position_embeddings
-        blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
-        text = blocks.select(range(min(len(blocks), options.num_samples)))["input_ids"]
-    judge = load_judge(options.judge, state.device)
+        with state.main_process_first():  # the others find the packed rows in the cache
+            blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
+        text = blocks[: options.num_samples]["input_ids"]
+    judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
     cells = options.output_dir / "cells"
     harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
-    grid = harness.grid(options.num_steps, options.temperatures, options.seeds, options.num_samples)
-    results = {"models": named, "judge": options.judge, "records": harness.run(grid)}
-    rows = results["rows"] = summarise(results["records"])
-    real_text = at_entropy = None
-    if text is not None:
-        real_text = results["real_text"] = harness.score_text([list(ids) for ids in text])
-        at_entropy = gen_ppl_at_entropy(rows, real_text["entropy"])
-        results["gen_ppl_at_entropy_of_text"] = [
-            {"model": model, "num_steps": n, "gen_ppl": value} for (model, n), value in at_entropy.items()
-        ]
-        results["nelbo"] = {
-            label: nelbo_perplexity(model, torch.tensor(text), options.n_mc) for label, model in models.items()
-        }
+    grid = (options.num_steps, options.temperatures, options.seeds, options.num_samples)
+    results = {"models": named, "judge": options.judge}
+    results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
     if state.is_main_process:
-        table = markdown_table(rows, real_text, at_entropy)
-        (options.output_dir / "table.md").write_text(table, encoding="utf-8")
-        (options.output_dir / "table.tex").write_text(latex_table(rows, real_text, at_entropy), encoding="utf-8")
+        print(write_report(results, options.output_dir, options.paper))
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
-        plot(rows, options.output_dir / "plot.png", real_text)
-        print(table)
-        for label, value in results.get("nelbo", {}).items():
-            print(f"NELBO perplexity of {label}: {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f}")
     return 0
 
 

@@ -111,7 +111,8 @@ def pack_documents(
     Returns:
         For a `Dataset`, a `Dataset` on disk, made once and found again by later runs and other processes through the
         `datasets` cache; memory use does not grow with the corpus. For an `IterableDataset`, an `IterableDataset` whose
-        `state_dict` resumes at the exact row. Column `input_ids`: lists of `block_size` int32.
+        `state_dict` resumes at the exact row; for several passes give the Trainer `.repeat(None)` of it, as it resumes
+        a stream within an epoch only. Column `input_ids`: lists of `block_size` int32.
 
     Raises:
         ValueError: no document; fewer tokens than fill one row; `block_size` under 3; no eos token; token ids outside
@@ -143,7 +144,7 @@ def pack_documents(
             raise
         raise ValueError(
             f"{len(documents)} documents give {tokens} tokens, which do not fill one row of block_size {block_size}; "
-            "give more text, a smaller block_size, or wrap=False to pad."
+            "give more text, a smaller block_size, or wrap: false (--wrap false), which pads a document to a row."
         ) from error
     if vocab_size is not None:
         check_token_ids(blocks, vocab_size)
@@ -258,7 +259,14 @@ def _openwebtext(split: str, revision: str, streaming: bool) -> datasets.Dataset
         first = _OPENWEBTEXT_DOCUMENTS - _OPENWEBTEXT_VALIDATION
         return text.take(first) if split == "train" else text.skip(first)
     part = f"train[:-{_OPENWEBTEXT_VALIDATION}]" if split == "train" else f"train[-{_OPENWEBTEXT_VALIDATION}:]"
-    return datasets.load_dataset(_OPENWEBTEXT, split=part, revision=revision)
+    text = datasets.load_dataset(_OPENWEBTEXT, split=part, revision=revision)
+    if split == "train" and len(text) != _OPENWEBTEXT_DOCUMENTS - _OPENWEBTEXT_VALIDATION:
+        logger.warning(
+            "openwebtext at revision %s has %d documents to train on where the releases had %d: another snapshot, "
+            "another split.",
+            revision, len(text), _OPENWEBTEXT_DOCUMENTS - _OPENWEBTEXT_VALIDATION,
+        )  # fmt: skip
+    return text
 
 
 def _local_files(path: Path) -> tuple[str, list[str]]:
@@ -293,13 +301,14 @@ def _rows(
     vocab_size: int | None = None,
 ) -> Iterator[dict[str, list[int]]]:
     """The rows of `pack_documents`; `vocab_size` is checked here only for streams, whose end nobody sees."""
-    count = {"documents": 0, "tokens": 0}
+    count = {"documents": 0, "empty": 0, "tokens": 0}
 
     def counted() -> Iterator[list[int]]:
         for ids in _token_lists(documents, tokenizer):
             if vocab_size is not None and ids:
                 _refuse_outside(min(ids), max(ids), vocab_size)
             count["documents"] += 1
+            count["empty"] += not ids
             count["tokens"] += len(ids)
             yield ids
 
@@ -315,8 +324,8 @@ def _rows(
         where = "at the ends of long documents"
     rate = count["tokens"] / (time.perf_counter() - start)
     logger.info(
-        "%d documents, %d tokens, %d dropped %s, %.0f tokens/s",
-        count["documents"], count["tokens"], dropped, where, rate,
+        "%d documents (%d empty), %d tokens, %d dropped %s, %.0f tokens/s",
+        count["documents"], count["empty"], count["tokens"], dropped, where, rate,
     )  # fmt: skip
 
 

@@ -55,7 +55,10 @@ class DriftConfig(TrainingArguments):
     drift_scale: float = field(default=1.0, metadata={"help": "alpha: how far along the field the target lies."})
     mirror_step_size: float = field(
         default=1.0,
-        metadata={"help": "Step of the mirror teacher in logit units, independent of length and vocabulary size."},
+        metadata={
+            "help": "Step s of the mirror teacher: it changes p by about s^2/2 nats (KL) a position, at any length and "
+            "vocabulary."
+        },
     )
     mirror_eta: float | None = field(
         default=None, metadata={"help": "The paper's raw step size eta instead of mirror_step_size; null: not used."}

@@ -5,57 +5,46 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import has_length
 
 from .cards import Card
-from .checkpoint import MANIFEST, last_complete_checkpoint, read_manifest, write_manifest
+from .checkpoint import (
+    MANIFEST,
+    last_complete_checkpoint,
+    load_ema,
+    load_queues,
+    recorded_settings,
+    save_state,
+    warn_of_changes,
+    write_manifest,
+)
 from .collator import CleanCollator
-from .drift import DriftField, drift_field
+from .corruption import CorruptedBatch, corrupt, row_nelbo
+from .diagnostics import Diagnostics
+from .drift import drift_field
 from .drift_config import DriftConfig
-from .ema import WeightEMA
+from .ema import UpdateEMA, WeightEMA
 from .encoder import FrozenEncoder
+from .gather import gather_rows, own_rows, sum_over_processes
 from .hub.process_tokendrift import stratified_times
 from .lift import soft_lift, token_entropy
 from .lora import add_adapters, hide_local_base
 from .monitor import Dynamics, SampleMonitor, entropy_ratio
-from .noise import EVALUATE, TRAIN, row_noise, spread_times
+from .noise import EVALUATE, TRAIN, Noise, row_noise, spread_times
 from .objectives import feature_loss, mirror_loss
 from .queue import FeatureQueue
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
-QUEUES_FILE, EMA_FILE = "drift_queues.safetensors", "drift_ema.safetensors"
-# Settings whose silent change would make a resumed run another run.
-RECORDED = (
-    "seed objective base_loss_weight drift_scale mirror_step_size mirror_eta encoder_input drift_kernel temperatures "
-    "attraction repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep "
-    "ema_decay gradient_accumulation_steps"
-).split()
-
-
-@dataclass(frozen=True)
-class CorruptedBatch:
-    """A batch and its noisy version; everything [B, L] but t."""
-
-    x_0: Tensor
-    x_t: Tensor
-    t: Tensor  # [B]
-    exists: Tensor  # bool: no padding
-    free: Tensor  # bool: neither padding nor prompt, so corruptible
-    predicted: Tensor  # bool: M, a part of the free positions
-    attention_mask: Tensor | None  # as given; None: everything exists
-    order: Tensor  # uniforms that choose the positions of token features
 
 
 class DriftTrainer(Trainer):
@@ -78,7 +67,7 @@ class DriftTrainer(Trainer):
 
     Raises:
         ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
-            together with a peft_config, DeepSpeed ZeRO-3.
+            together with a peft_config; DeepSpeed ZeRO-3; FSDP with encoder "base"; FSDP or DeepSpeed with ema_decay.
     """
 
     loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
@@ -129,6 +118,8 @@ class DriftTrainer(Trainer):
             CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, mask_id),
         )
         super().__init__(model=model, args=args, **kwargs)
+        if self.is_fsdp_enabled and encoder == "base":
+            raise ValueError("encoder='base' does not work with FSDP, which splits its weights: leave encoder out.")
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
         if self.encoder is not None:
             self.encoder.to(self.args.device)
@@ -138,7 +129,7 @@ class DriftTrainer(Trainer):
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
             self.ema = WeightEMA(self.model, args.ema_decay)
-            self.add_callback(_UpdateEMA(self))
+            self.add_callback(UpdateEMA(self.ema))
         self.monitor = None
         if args.gen_ppl_num_steps:
             self.monitor = SampleMonitor(args, self.processing_class)
@@ -147,60 +138,26 @@ class DriftTrainer(Trainer):
         self.card = Card.of_run(self.model, args, has_tokenizer=self.processing_class is not None)
         if args.push_to_hub:
             hide_local_base(self.model)
-        self._statistics: dict[str, list[Tensor]] = defaultdict(list)
+        self.diagnostics = Diagnostics()
         self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
         self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
 
-    # Corruption
-
     def _corrupt(
         self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: range, num_rows: int | None
-    ) -> CorruptedBatch:
+    ) -> tuple[CorruptedBatch, Noise]:
         """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
-        x_0 = inputs["input_ids"]
-        noise = row_noise(key, rows, x_0.shape[1], self.process.vocab_size)
+        noise = row_noise(key, rows, inputs["input_ids"].shape[1], self.process.vocab_size)
         if num_rows is None:
             t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
         else:
             t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows.start, num_rows=num_rows)
-        t, uniforms, order = (x.to(x_0.device, torch.float32) for x in (t, noise.uniforms, noise.order))
-        exists = torch.ones_like(x_0, dtype=torch.bool)
-        if "attention_mask" in inputs:
-            exists = inputs["attention_mask"].bool()
-        free = exists
-        if "prompt_mask" in inputs:
-            free = free & ~inputs["prompt_mask"].bool()
-        if "labels" in inputs:
-            free = free & (inputs["labels"] != -100)
-        x_t = self.process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device))
-        x_t = torch.where(free, x_t, x_0)
-        predicted = self.process.predicted_positions(x_t) & free
-        return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), order)
-
-    def _own_rows(self, x: Tensor) -> tuple[range, int]:
-        """The positions of this process's rows among those of all processes, and the number of all."""
-        sizes = self._sizes(x)
-        first = sum(sizes[: self.accelerator.process_index])
-        return range(first, first + len(x)), sum(sizes)
-
-    def _sizes(self, x: Tensor) -> list[int]:
-        if self.accelerator.num_processes == 1:
-            return [len(x)]
-        return self.accelerator.gather(torch.tensor([len(x)], device=x.device)).tolist()
-
-    def _gather_rows(self, x: Tensor) -> Tensor:
-        """The rows of all processes in order, also when they hold different numbers of them. No gradient."""
-        if self.accelerator.num_processes == 1:
-            return x
-        sizes = self._sizes(x)
-        gathered = self.accelerator.gather(self.accelerator.pad_across_processes(x)).split(max(sizes))
-        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+        return corrupt(self.process, inputs, noise, t), noise
 
     def _sum(self, x: Tensor) -> Tensor:
-        return self.accelerator.reduce(x, "sum") if self.accelerator.num_processes > 1 else x
+        return sum_over_processes(self.accelerator, x)
 
     # Training
 
@@ -213,18 +170,18 @@ class DriftTrainer(Trainer):
         step = self.state.global_step
         micro = self._micro_step[1] if self._micro_step[0] == step else 0
         self._micro_step = (step, micro + 1)
-        rows, num_rows = self._own_rows(inputs["input_ids"])
-        batch = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
+        rows, num_rows = own_rows(self.accelerator, inputs["input_ids"])
+        batch, noise = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
         outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
         # The processes' gradients are averaged; these factors make that the mean over all rows and all tokens.
         processes = self.accelerator.num_processes
         loss = torch.zeros((), device=outputs.logits.device)
         if self.args.objective != "none":
-            loss = loss + self._drift_loss(outputs.logits, batch) * (len(rows) * processes / num_rows)
+            loss = loss + self._drift_loss(outputs.logits, batch, noise.order) * (len(rows) * processes / num_rows)
         if self.args.base_loss_weight > 0:
-            totals, counts = self._nelbo(outputs.logits, batch)
+            totals, counts = row_nelbo(self.process, outputs.logits, batch)
             base_loss = totals.sum() * processes / self._sum(counts.sum()).clamp_min(1)
-            self._statistics["base_loss"].append(base_loss.detach())
+            self.diagnostics.note(base_loss=base_loss)
             loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
             raise ValueError(
@@ -234,19 +191,15 @@ class DriftTrainer(Trainer):
             )
         return (loss, outputs) if return_outputs else loss
 
-    def _nelbo(self, logits: Tensor, batch: CorruptedBatch) -> tuple[Tensor, Tensor]:
-        """For each row, the NELBO in nats and the number of tokens it is over: all that could have been corrupted."""
-        nelbo = self.process.nelbo(logits, batch.x_0, batch.x_t, batch.t)
-        return nelbo.where(batch.predicted, 0).sum(1), batch.free.sum(1)
-
-    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch) -> Tensor:
+    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch, order: Tensor) -> Tensor:
+        """The objective of this process's rows; `order` [B, L] of uniforms chooses the positions of token features."""
         args, E = self.args, self.encoder.embedding
         logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
         positions = None
         if args.feature_pooling == "tokens":
             shortest = self.accelerator.gather(batch.exists.sum(1).min().reshape(1)).min()
             count = min(args.feature_tokens, max(int(shortest), 1))
-            positions = batch.order.masked_fill(~batch.exists, -1).topk(count).indices
+            positions = order.to(batch.exists.device).masked_fill(~batch.exists, -1).topk(count).indices
         with self.accelerator.autocast():
             lifted = soft_lift(logits, E, batch.x_t.clamp_max(last), batch.predicted, mode=args.encoder_input)
             h = self.encoder(lifted, batch.attention_mask, positions)
@@ -254,8 +207,8 @@ class DriftTrainer(Trainer):
                 u = self.encoder(E[batch.x_0.clamp_max(last)], batch.attention_mask, positions)
         all_h, all_u, own = h.detach(), u, range(len(h))
         if args.gather_features:
-            own, _ = self._own_rows(h)
-            all_h, all_u = self._gather_rows(h.detach()), self._gather_rows(u)
+            own, _ = own_rows(self.accelerator, h)
+            all_h, all_u = gather_rows(self.accelerator, torch.cat([h.detach(), u], dim=1)).chunk(2, dim=1)
         real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
         drift = drift_field(
             all_h,
@@ -267,8 +220,9 @@ class DriftTrainer(Trainer):
             repulsion=args.repulsion,
             kernel=args.drift_kernel,
         )
-        self._note_drift(drift, real, generated)
-        self._statistics["token_entropy"].append(token_entropy(logits.detach(), batch.predicted))
+        self.diagnostics.note_drift(drift, real, generated, args.temperatures)
+        queue_fill = torch.tensor(float(len(self.real_queue)), device=real.device)
+        self.diagnostics.note(queue_fill=queue_fill, token_entropy=token_entropy(logits.detach(), batch.predicted))
         V = drift.field[own.start : own.stop]
         if args.objective == "feature":
             loss, _ = feature_loss(h, V, args.drift_scale)
@@ -278,25 +232,15 @@ class DriftTrainer(Trainer):
             loss, statistics = mirror_loss(
                 logits, h, V, batch.predicted, divergence=divergence, reduce=self._sum, **step
             )
-            self._statistics["mirror_eta"].append(statistics["mirror_eta"])
+            self.diagnostics.note(**statistics)
         self.real_queue.push(all_u)
         self.generated_queue.push(all_h)
         return loss
 
-    def _note_drift(self, drift: DriftField, real: Tensor, generated: Tensor) -> None:
-        """Keep what moves while the normalised loss does not, until the next log."""
-        for i, tau in enumerate(self.args.temperatures):
-            self._statistics[f"drift_norm_{tau:g}"].append(drift.rms_per_temperature[i])
-            self._statistics[f"effective_references_{tau:g}"].append(drift.effective_references[i])
-        self._statistics["feature_distance"].append((real.mean(0) - generated.mean(0)).norm())
-        self._statistics["queue_fill"].append(torch.tensor(float(len(self.real_queue)), device=real.device))
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self._statistics:
-            means = torch.stack([torch.stack([x.float() for x in xs]).mean() for xs in self._statistics.values()])
-            means = self._sum(means) / self.accelerator.num_processes
-            logs.update(zip(self._statistics, means.tolist(), strict=True))
-            self._statistics.clear()
+        if "loss" in logs:
+            device, processes = self.args.device, self.accelerator.num_processes
+            logs |= self.diagnostics.means(lambda x: self._sum(x.to(device)) / processes if processes > 1 else x)
         super().log(logs, start_time)
 
     # Evaluation
@@ -337,9 +281,9 @@ class DriftTrainer(Trainer):
         self._eval_batches += 1
         rows = range(first, first + len(inputs["input_ids"]))
         with torch.no_grad(), self.compute_loss_context_manager():
-            batch = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
+            batch, _ = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
             outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-            totals, counts = self._nelbo(outputs.logits, batch)
+            totals, counts = row_nelbo(self.process, outputs.logits, batch)
         # Rows beyond the data set are repetitions that fill up the last batch of some process.
         real = [row < self._eval_rows for row in rows]
         self._eval_sums += torch.stack([totals.float(), counts.float()]).cpu().double()[:, real].sum(1)
@@ -362,50 +306,32 @@ class DriftTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
-            old, new = read_manifest(Path(resume_from_checkpoint))["settings"], self._settings()
-            changed = {name: (old.get(name), new[name]) for name in new if old.get(name) != new[name]}
-            if changed:
-                logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
+            warn_of_changes(Path(resume_from_checkpoint), self._settings())
             resume_from_checkpoint = str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
 
     def _settings(self) -> dict:
-        # Batches are shared out among processes without changing the run: what counts is all their rows.
-        micro_batch = self.args.train_batch_size * self.accelerator.num_processes
-        return {name: getattr(self.args, name) for name in RECORDED} | {"global_micro_batch": micro_batch}
+        return recorded_settings(self.args, self.accelerator.num_processes)
 
     def _save_rng_state(self, output_dir):
         # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            queues = {"real": self.real_queue.features, "generated": self.generated_queue.features}
-            save_file({k: v.contiguous() for k, v in queues.items()}, Path(output_dir, QUEUES_FILE))
-            if self.ema is not None:
-                save_file(self.ema.state_dict(), Path(output_dir, EMA_FILE))
+            save_state(Path(output_dir), self.real_queue, self.generated_queue, self.ema)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_manifest(
-                Path(output_dir),
-                {"global_step": self.state.global_step, "settings": self._settings()},
-            )
+            record = {"global_step": self.state.global_step, "settings": self._settings()}
+            write_manifest(Path(output_dir), record)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        queues = load_file(Path(checkpoint, QUEUES_FILE))
-        self.real_queue.load_state_dict({"features": queues["real"]})
-        self.generated_queue.load_state_dict({"features": queues["generated"]})
-        self._load_ema(checkpoint)
+        if checkpoint is not None:
+            load_queues(Path(checkpoint), self.real_queue, self.generated_queue)
+            self._load_ema(checkpoint)
 
-    def _load_ema(self, checkpoint) -> None:
-        if self.ema is None:
-            return
-        path = Path(checkpoint, EMA_FILE)
-        if path.is_file():
-            self.ema.load_state_dict(load_file(path))
-        else:
-            self.ema.reset(self.model)  # the checkpoint was written without ema_decay
+    def _load_ema(self, checkpoint: str | os.PathLike) -> None:
+        if self.ema is not None:
+            load_ema(Path(checkpoint), self.ema, self.model)
 
     def _load_best_model(self):
         super()._load_best_model()
@@ -424,7 +350,13 @@ class DriftTrainer(Trainer):
     # Cards and the hub
 
     def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
+        sharded = type(self.model)
+        # FSDP2 puts a class of torch's in front of the model's own; its code must not travel with the weights.
+        self.model.__class__ = next(c for c in sharded.__mro__ if not issubclass(c, FSDPModule))
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model.__class__ = sharded
         if self.args.should_save:
             self._write_card(output_dir or self.args.output_dir)
 
@@ -446,17 +378,9 @@ class DriftTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder):
         # The Trainer copies the files whose names it knows; code and card are not among them.
         if self.is_world_process_zero():
-            for path in [*Path(checkpoint_folder).glob("*.py"), Path(checkpoint_folder, "README.md")]:
+            for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
                 shutil.copy(path, self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
-
-
-class _UpdateEMA(TrainerCallback):
-    def __init__(self, trainer: DriftTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.ema.update(self.trainer.model)
 
 
 def _warn_of_half_precision(model) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 
 class WeightEMA:
@@ -66,6 +67,16 @@ class WeightEMA:
         self.num_updates = int(state["num_updates"])
         for name, shadow in self.shadow.items():
             shadow.copy_(state[f"shadow.{name}"])
+
+
+class UpdateEMA(TrainerCallback):
+    """Lets `ema` take in the weights after every optimizer step."""
+
+    def __init__(self, ema: WeightEMA):
+        self.ema = ema
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.ema.update(model)
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

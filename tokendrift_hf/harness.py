@@ -1,7 +1,8 @@
 """The harness: sample models over a grid of steps, temperatures and seeds, and score every cell with Gen.-PPL.
 
-A finished cell is a JSON file, so a run that is killed loses at most the cell in flight and goes on where it was. Under
-`accelerate launch` the processes share the cells out among themselves; `folder` must then be on a disk they all see.
+A finished cell is a JSON file, so a run that is killed loses at most the cell in flight and goes on where it was. Its
+name holds a digest of all that decides its content, weights and judge included. Under `accelerate launch` the processes
+share the cells out among themselves; `folder` must then be on a disk they all see.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import __version__
+from .corruption import corrupt, row_nelbo
 from .hub.process_tokendrift import stratified_times
-from .metrics import GenPPL
 from .noise import EVALUATE, row_noise
+
+# Temperatures at which a model's entropy is measured to find the one that equals another model's.
+ENTROPY_CURVE = (0.7, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
@@ -32,16 +38,21 @@ class Cell:
 
     Attributes:
         model: the model's label in the tables.
+        weights: digest of the model's weights.
+        scoring: digest of the judge and of all settings of `GenPPL`.
         num_steps: sampling steps, which papers label NFE.
-        temperature: of the clean-token prediction, > 0.
+        temperature: of the clean-token prediction; 0 is greedy.
         seed: of the sampler.
         num_samples: sequences drawn.
-        sampler: of `generate()`.
         length: tokens of a sequence.
-        dtype: of the network while sampling ("float32" or "bfloat16"; probabilities and draws are float64).
+        sampler: of `generate()`.
+        dtype: of the network while sampling ("float32" or "bfloat16").
+        precision: of random numbers and draws, of `generate()`.
     """
 
     model: str
+    weights: str
+    scoring: str
     num_steps: int
     temperature: float
     seed: int
@@ -49,19 +60,33 @@ class Cell:
     length: int
     sampler: str = "ancestral"
     dtype: str = "float32"
+    precision: str = "float64"
 
     def __post_init__(self):
         if self.num_steps < 1:
             raise ValueError(f"num_steps={self.num_steps}: a sample takes at least 1 step.")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}: it must be above 0 (1 is the model as it is).")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: it must be >= 0 (0 is greedy, 1 the model as it is).")
 
     @property
     def file_name(self) -> str:
         """Unique for the settings: a label for people and a digest of everything."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        digest = _digest(asdict(self))
         label = "".join(c if c.isalnum() else "-" for c in self.model)
         return f"{label}-steps{self.num_steps}-T{self.temperature:g}-seed{self.seed}-{digest}.json"
+
+
+def _digest(settings) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """First digits of a SHA-256 over names and bytes of all weights: equal for equal models, whatever their path."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
 
 
 class Harness:
@@ -70,7 +95,7 @@ class Harness:
     Args:
         models: label -> model, of one tokenizer.
         tokenizer: of the models.
-        judge: arguments of `GenPPL` that name the judge, such as {"model_id": "gpt2-large"}.
+        judge: arguments of `GenPPL`: the judge, such as {"model_id": "gpt2-large"}, and how it scores.
         folder: where finished cells are kept; cells found there are not computed again.
         batch_size: sequences drawn at a time; does not change them.
         dtype: "float32", or "bfloat16" for networks under autocast.
@@ -87,13 +112,20 @@ class Harness:
         dtype: str = "float32",
         sampler: str = "ancestral",
     ):
+        from .metrics import GenPPL  # needs evaluate, an extra
+
         self.models, self.tokenizer, self.folder = models, tokenizer, folder
         self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
-        self.metric = GenPPL(tokenizer=tokenizer, **judge)
+        self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
+        self.weights = {label: weights_digest(model) for label, model in models.items()}
+        scorer = self.metric.judge
+        how = [judge.get(name) for name in ("mode", "max_length", "mauve_references", "mauve_settings")]
+        self.scoring = _digest([weights_digest(scorer.model), scorer.dtype, how])
 
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
         length = self.models[model].config.max_position_embeddings
-        return Cell(model, num_steps, temperature, seed, num_samples, length, self.sampler, self.dtype)
+        settings = (num_steps, temperature, seed, num_samples, length, self.sampler, self.dtype)
+        return Cell(model, self.weights[model], self.scoring, *settings)
 
     def grid(
         self,
@@ -113,7 +145,10 @@ class Harness:
         ]
 
     def run(self, cells: Iterable[Cell], description: str = "Sampling") -> list[dict]:
-        """One record a cell: its settings, `num_forward_calls`, and the record of `GenPPL`. On every process."""
+        """One record a cell: its settings, `num_forward_calls`, the version of this package and the record of `GenPPL`.
+
+        Every process gets all of them.
+        """
         cells, state = list(cells), PartialState()
         own = cells[state.process_index :: state.num_processes]
         for cell in tqdm(own, desc=description, unit="cell", disable=not state.is_local_main_process):
@@ -127,8 +162,9 @@ class Harness:
             return json.loads(path.read_text(encoding="utf-8"))
         ids, calls = self.draw(cell)
         record = asdict(cell) | {"num_forward_calls": calls} | self.metric.compute(predictions=ids)
+        record["versions"] |= {"tokendrift_hf": __version__}
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
         os.replace(temporary, path)
         return record
@@ -146,6 +182,7 @@ class Harness:
                     num_steps=cell.num_steps,
                     temperature=cell.temperature,
                     sampler=cell.sampler,
+                    precision=cell.precision,
                     generator=generator,
                     return_dict_in_generate=True,
                 )
@@ -164,15 +201,21 @@ def nelbo_perplexity(
 ) -> dict[str, float]:
     """exp of the NELBO per token on real text, an upper bound on the model's perplexity, with its standard error.
 
+    The times of all N * num_draws losses are stratified: draw d of the row of rank i, the ranks being a random order of
+    the rows, has its time in stratum d N + i. So the mean s_i over a row's draws has a trend in i, which does not make
+    the mean over rows uncertain, and noise, which does. The standard error sees the noise alone, in the differences
+    between neighbours in rank (on a ring, so that each row counts twice): Var = sum_i (s_i - s_(i-1))^2 / (2 N^2). It
+    covers the draws of t and x_t, and the choice of the rows as far as they are independent.
+
     Args:
         model: an MDLM or DUO model.
         rows: clean ids [N, L], N >= 2.
-        num_draws: draws of t and x_t for every row (n_mc). The times are stratified over all of them.
+        num_draws: draws of t and x_t for every row (n_mc).
         seed: of the noise, which is the same for every model and batch size.
         batch_size: rows at a time.
 
     Returns:
-        `nelbo` in nats per token, `nelbo_ppl` and `nelbo_ppl_se` (over rows, delta method).
+        `nelbo` in nats per token with `nelbo_se`; `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method).
 
     Raises:
         ValueError: fewer than two rows.
@@ -181,19 +224,19 @@ def nelbo_perplexity(
     if N < 2:
         raise ValueError(f"A standard error needs at least 2 rows of text; found {N}.")
     model.eval()
+    rows = rows[torch.from_numpy(np.random.default_rng((seed, EVALUATE)).permutation(N))]
     sums = torch.zeros(N, dtype=torch.float64)
     for draw in range(num_draws):
         for start in range(0, N, batch_size):
             x_0 = rows[start : start + batch_size].to(model.device)
             noise = row_noise((seed, EVALUATE, draw), range(start, start + len(x_0)), L, model.config.vocab_size)
-            t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N).float()
-            t, uniforms, random_tokens = (x.to(model.device) for x in (t, noise.uniforms.float(), noise.random_tokens))
-            x_t = model.process.corrupt(x_0, t, uniforms, random_tokens)
-            nelbo = model.process.nelbo(model(input_ids=x_t, timesteps=t).logits, x_0, x_t, t)
-            sums[start : start + len(x_0)] += nelbo.sum(1).double().cpu() / (num_draws * L)
-    perplexity = math.exp(sums.mean())
-    error = float(perplexity * sums.std() / math.sqrt(N))
-    return {"nelbo": float(sums.mean()), "nelbo_ppl": perplexity, "nelbo_ppl_se": error}
+            t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N)
+            batch = corrupt(model.process, {"input_ids": x_0}, noise, t)
+            totals, _ = row_nelbo(model.process, model(input_ids=batch.x_t, timesteps=batch.t).logits, batch)
+            sums[start : start + len(x_0)] += totals.double().cpu() / (num_draws * L)
+    nelbo, error = float(sums.mean()), float((sums - sums.roll(1)).square().sum().sqrt()) / (math.sqrt(2) * N)
+    perplexity = math.exp(nelbo)
+    return {"nelbo": nelbo, "nelbo_se": error, "nelbo_ppl": perplexity, "nelbo_ppl_se": perplexity * error}
 
 
 def summarise(records: list[dict]) -> list[dict]:
@@ -204,13 +247,69 @@ def summarise(records: list[dict]) -> list[dict]:
     rows = []
     for (model, num_steps, temperature), group in groups.items():
         row = {"model": model, "num_steps": num_steps, "temperature": temperature, "num_seeds": len(group)}
-        for name in ("gen_ppl", "entropy"):
+        for name in ("gen_ppl", "entropy", "mauve"):
+            if name not in group[0]:
+                continue
             values = [record[name] for record in group if record[name] is not None] or [math.nan]  # no text, no score
             row[name], row[f"{name}_sd"] = mean(values), stdev(values) if len(values) > 1 else 0.0
         row["degenerate"] = any(record["degenerate"] for record in group)
         row["num_forward_calls"] = max(record["num_forward_calls"] for record in group)
         rows.append(row)
     return rows
+
+
+def evaluate_models(
+    harness: Harness,
+    num_steps: Sequence[int],
+    temperatures: Sequence[float],
+    num_seeds: int,
+    num_samples: int,
+    text: Sequence[Sequence[int]] | None = None,
+    num_draws: int = 1,
+    match: tuple[str, str] | None = None,
+) -> dict:
+    """Score every model over the grid, and with real text all that makes the models comparable.
+
+    Lowering the temperature is free, so a refinement is worth having only as far as it wins at equal entropy.
+
+    Args:
+        harness: with the models.
+        num_steps, temperatures, num_seeds, num_samples: the grid.
+        text: rows of real text [N, L]: the end point of the frontier, and what the NELBO is of.
+        num_draws: for every row of `text`, see `nelbo_perplexity`.
+        match: labels of two models: the first is also sampled at the temperatures that give it the entropy that the
+            second has at temperature 1.
+
+    Returns:
+        dict with `rows` (of `summarise`), `curve` (more rows, from looking for the temperatures), `records`, and for
+        real text `real_text` (record), `nelbo` (a model each) and, given several temperatures, in one row of each model
+        `at_text_entropy`: its Gen.-PPL at the entropy of real text, None beyond its temperatures.
+    """
+    compared = {}
+    if text is not None:  # first, so that a text which is too short is noticed before any sampling
+        ids = torch.tensor(text)
+        compared["nelbo"] = {label: nelbo_perplexity(model, ids, num_draws) for label, model in harness.models.items()}
+        compared["real_text"] = harness.score_text([list(row) for row in text])
+    records = harness.run(harness.grid(num_steps, temperatures, num_seeds, num_samples))
+    rows, curve = summarise(records), []
+    if text is not None and len(set(temperatures)) > 1:
+        for (model, steps), value in gen_ppl_at_entropy(rows, compared["real_text"]["entropy"]).items():
+            own = [row for row in rows if (row["model"], row["num_steps"]) == (model, steps)]
+            min(own, key=lambda row: abs(row["temperature"] - 1))["at_text_entropy"] = value
+    if match is not None:
+        base, refined = match
+        target = {row["num_steps"]: row for row in rows if row["model"] == refined and row["temperature"] == 1}
+        lowered = harness.grid(num_steps, ENTROPY_CURVE, 1, num_samples, [base])
+        curve = harness.run(lowered, f"{base} at lower temperatures")
+        matched = []
+        for steps in num_steps:
+            entropies = {record["temperature"]: record["entropy"] for record in curve if record["num_steps"] == steps}
+            temperature = round(matching_temperature(entropies, target[steps]["entropy"]), 3)
+            matched += harness.grid([steps], [temperature], num_seeds, num_samples, [base])
+        found = harness.run(matched, f"{base} at equal entropy")
+        records = records + [record for record in curve + found if record not in records]
+        rows += [row | {"model": f"{base} at equal entropy", "matched": True} for row in summarise(found)]
+    return {"rows": rows, "curve": summarise(curve), "records": records} | compared
 
 
 def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from .hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
@@ -44,6 +38,8 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
         found, _ = PreTrainedConfig.get_config_dict(name, revision=kwargs.get("revision"))
     except OSError as error:
         raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
+    if not found:
+        raise ValueError(f"There is no config.json in {name!r}. Name a folder that holds a model.")
     if found.get("model_type") not in CLASSES:
         raise ValueError(
             f"{name} is a model of type {found.get('model_type')!r}; known are {', '.join(map(repr, CLASSES))}."
@@ -73,12 +69,7 @@ def load_judge(name: str, device: torch.device) -> dict:
     Raises:
         ValueError: no autoregressive model there, or no tokenizer.
     """
-    tokenizer = load_tokenizer(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The judge {name!r} is not an autoregressive model that transformers can load.") from error
-    from .metrics.gen_ppl.gen_ppl import weights_digest  # needs evaluate, an extra
+    from .metrics.gen_ppl.gen_ppl import Judge  # needs evaluate, an extra
 
-    judge = {"model": model.eval().to(device), "model_tokenizer": tokenizer}
-    return judge | {"model_revision": weights_digest(name)}
+    judge = Judge.load(name, None, None, device, torch.float32)
+    return {"model": judge.model, "model_tokenizer": judge.tokenizer, "model_revision": judge.revision}

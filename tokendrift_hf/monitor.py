@@ -35,7 +35,7 @@ class SampleMonitor:
             from .metrics import GenPPL
 
             device = str(args.device)
-            self.metric = GenPPL(model_id=args.gen_ppl_judge, tokenizer=tokenizer, device=device)
+            self.metric = GenPPL(keep_in_memory=True, model_id=args.gen_ppl_judge, tokenizer=tokenizer, device=device)
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """`entropy_nfe{N}` (nats, within a sample) and, given a judge, `gen_ppl_nfe{N}` for each number of steps N.
@@ -115,17 +115,18 @@ def entropy_ratio(log_history: list[dict]) -> float:
     return min((values[-1] / max(values[0], 1e-12) for values in series.values()), default=1.0)
 
 
-def plot_dynamics(points: list[dict], path: Path) -> None:
-    """The paper's figure of training dynamics as a PNG: Gen.-PPL (if there was a judge) and entropy over steps."""
-    import matplotlib
+def plot_dynamics(points: list[dict], path: Path):
+    """The paper's figure of training dynamics as a PNG: Gen.-PPL (if there was a judge) and entropy over steps.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    Returns:
+        The matplotlib figure.
+    """
+    from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole program
 
     names = sorted({name for point in points for name in point} - {"step"}, key=lambda name: (len(name), name))
     kinds = [kind for kind in ("gen_ppl", "entropy") if any(f"{kind}_nfe" in name for name in names)]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(5.5 * len(kinds), 4), squeeze=False, constrained_layout=True)
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    figure = Figure(figsize=(5.5 * len(kinds), 4), layout="constrained")
+    for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         for name in (name for name in names if f"{kind}_nfe" in name):
             series = [(point["step"], point[name]) for point in points if name in point]
             axis.plot(*zip(*series, strict=True), marker="o", label=name.rpartition("nfe")[2])
@@ -133,4 +134,4 @@ def plot_dynamics(points: list[dict], path: Path) -> None:
         axis.set_yscale("log" if kind == "gen_ppl" else "linear")
         axis.legend(title="NFE")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure

@@ -60,14 +60,21 @@ def mirror_loss(
     KL(p*_t || p_t) or of |l*_t - l_t|^2. Its gradient with respect to l is (p - p*)/B or 2 (l - l*)/B at the predicted
     positions, 0 elsewhere.
 
-    The gradient of a mean-pooled feature shrinks as 1/L, so a fixed eta means another step at every length.
-    ``step_size`` sets eta so that
+    The gradient of a mean-pooled feature shrinks as 1/L, and the more tokens are likely the less a change of one logit
+    does, so a fixed eta means another step at every length, vocabulary and temperature of the model. ``step_size`` sets
+    eta so that
 
-        sqrt(mean over predicted positions of |eta g_t|_2^2) = step_size * sqrt(mean_i |V_i|^2),
+        sqrt(mean over predicted positions of Var_{v ~ p_t}(eta g_tv)) = step_size * sqrt(mean_i |V_i|^2).
 
-    the length of the whole logit vector's step at a typical position. A per-element RMS would depend on the vocabulary,
-    almost all of the gradient's entries being nearly 0. The right-hand factor is near 1 by the normalisation of the
-    field, and keeps the fixed point: if V vanishes, so does the step.
+    The variance under p is twice KL(p*_t || p_t) to leading order: a step s changes p by about s^2/2 nats at a typical
+    position, whatever the length, the vocabulary, the entropy of p and the pooling (large steps by less, once p* has
+    nowhere left to go). The right-hand factor is near 1 by the normalisation of the field, and keeps the fixed point:
+    if V vanishes, so does the step.
+
+    What the optimizer makes of it: the gradient of ``"mse"`` is proportional to the step, so with an optimizer that
+    divides by the gradient's size (Adam) a step size alone changes nothing; it matters against other losses and a
+    clipping threshold. That of ``"kl"`` is proportional only while the step is small; large steps saturate and weigh
+    positions and tokens differently.
 
     Consumes the graph from ``features`` to ``logits``; the one behind ``logits`` stays. The ``[B, L, V]`` tensors held
     are the logits and g, which turns into the gradient in place; so backward can run once.
@@ -84,7 +91,7 @@ def mirror_loss(
         chunk_size: positions at a time.
 
     Returns:
-        The loss, and ``mirror_eta`` with ``mirror_step_rms`` = the left-hand side above.
+        The loss, and ``mirror_eta`` with ``mirror_step`` = the left-hand side above.
 
     Raises:
         ValueError: shapes that do not fit, neither or both of step_size and eta, one that is not positive, an unknown
@@ -99,19 +106,18 @@ def mirror_loss(
     g = _logit_gradient(logits, features, field)
 
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    g_norm = torch.linalg.vector_norm(g, dim=-1, dtype=dtype).flatten()[rows]
     field = field.detach().to(dtype)
-    counts = g_norm.new_tensor([len(rows), len(field)])
-    totals = torch.cat([torch.stack([g_norm.square().sum(), field.square().sum()]), counts])
+    squares = [_variance(logits.detach(), g, rows, chunk_size), field.square().sum()]
+    totals = torch.stack([*squares, field.new_tensor(len(rows)), field.new_tensor(len(field))])
     if reduce is not None:
         totals = reduce(totals)
-    g_rms, field_rms = (totals[:2] / totals[2:].clamp(min=1)).sqrt()
+    deviation, field_rms = (totals[:2] / totals[2:].clamp(min=1)).sqrt()
     if eta is None:
-        eta_ = torch.where(g_rms > 0, step_size * field_rms / g_rms, torch.zeros_like(g_rms))
+        eta_ = torch.where(deviation > 0, step_size * field_rms / deviation, torch.zeros_like(deviation))
     else:
-        eta_ = torch.full_like(g_rms, eta)
+        eta_ = torch.full_like(deviation, eta)
     loss = _MirrorLoss.apply(logits, g, rows, eta_, divergence, chunk_size)
-    return loss, {"mirror_eta": eta_, "mirror_step_rms": eta_ * g_rms}
+    return loss, {"mirror_eta": eta_, "mirror_step": eta_ * deviation}
 
 
 def _check_field(features: Tensor, field: Tensor) -> None:
@@ -132,6 +138,17 @@ def _logit_gradient(logits: Tensor, features: Tensor, field: Tensor) -> Tensor:
     if g is None:
         raise ValueError("features do not depend on logits: compute them from these logits with gradients enabled.")
     return g.contiguous()
+
+
+def _variance(logits: Tensor, g: Tensor, rows: Tensor, chunk_size: int) -> Tensor:
+    """The sum over the rows of Var(g) under softmax(logits)."""
+    vocab_size, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    flat, flat_g = logits.reshape(-1, vocab_size), g.view(-1, vocab_size)
+    total = flat.new_zeros((), dtype=dtype)
+    for chunk in rows.split(chunk_size):
+        p, x = torch.softmax(flat[chunk], dim=-1, dtype=dtype), flat_g[chunk].to(dtype)
+        total += (p * (x - (p * x).sum(dim=-1, keepdim=True)).square()).sum()
+    return total
 
 
 class _MirrorLoss(torch.autograd.Function):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import json
 import re
+import textwrap
 import types
 import typing
 from dataclasses import dataclass, field, fields
@@ -125,7 +128,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
             raise ValueError(
                 f"{path}: there is no field {name!r}."
                 + (f" Did you mean {' or '.join(close)}?" if close else "")
-                + " Fields are those of Recipe (recipes/README.md) and of DriftConfig."
+                + " tokendrift train --help lists them."
             )
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
         if name in overrides and not _fits(value, wanted) and _fits([value], wanted):
@@ -142,6 +145,40 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
             setattr(recipe, name, str(path.parent / value))
     return recipe, {name: value for name, value in values.items() if name not in ours}
+
+
+def field_help() -> str:
+    """Every field of a recipe: name, type, default and meaning, for `tokendrift train --help`.
+
+    Taken from the source of the two classes, since importing `DriftConfig` (torch, transformers) takes seconds.
+    """
+    lines = [
+        "Fields of a recipe. Each is also a flag, whose value is YAML: --num_steps 4 8 --lora '{r: 4}' --judge null",
+        *_documented_fields(Path(__file__)),
+        "",
+        "Fields of the training (DriftConfig)",
+        *_documented_fields(Path(__file__).with_name("drift_config.py")),
+        "",
+        "and every field of transformers' TrainingArguments (max_steps, per_device_train_batch_size, bf16, seed,",
+        "save_steps, hub_model_id, ...), which this prints: python -m pydoc transformers.TrainingArguments",
+    ]
+    return "\n".join(lines)
+
+
+def _documented_fields(path: Path) -> list[str]:
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            default = ""
+            if "default" in given:
+                default = f" = {json.dumps(ast.literal_eval(given['default']))}"
+            elif isinstance(given.get("default_factory"), ast.Lambda):
+                default = f" = {ast.unparse(given['default_factory'].body)}"
+            lines.append(f"  {node.target.id}: {ast.unparse(node.annotation).replace('None', 'null')}{default}")
+            meaning = ast.literal_eval(given["metadata"])["help"]
+            lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return lines
 
 
 def _numbers(value):

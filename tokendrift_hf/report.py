@@ -1,16 +1,71 @@
-"""Results for people: tables and plots of what the harness measured."""
+"""Results for people: tables and pictures of what the harness measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 Rows = Sequence[Mapping]
+PAPER_NOTE = (
+    "Lines marked (paper) are table {number} of arXiv:2605.19470 (judge gpt2-large, 1024 tokens), not measured here."
+)
+
+
+def paper_rows(number: str, num_steps: Iterable[int]) -> list[dict]:
+    """Lines of a table of the TokenDrift paper in the form of `harness.summarise`, labelled "... (paper)".
+
+    Args:
+        number: of the table, "1" to "6".
+        num_steps: numbers of steps wanted; the paper has 4, 8 and 16.
+
+    Raises:
+        ValueError: no such table, or none of its results is at these numbers of steps.
+    """
+    tables = json.loads((files(__package__) / "paper.json").read_text(encoding="utf-8"))["tables"]
+    if number not in tables:
+        raise ValueError(f"The paper has no table {number!r} of results. Use one of {', '.join(tables)}.")
+    rows = [
+        {"model": f"{line['row']} (paper)", "num_steps": steps, "temperature": 1.0, **line["results"][str(steps)]}
+        for line in tables[number]["rows"]
+        for steps in num_steps
+        if str(steps) in line["results"]
+    ]
+    if not rows:
+        found = ", ".join(tables[number]["rows"][0]["results"])
+        raise ValueError(f"Table {number} of the paper has results at {found} steps, none of them asked for.")
+    return rows
+
+
+def write_report(results: Mapping, folder: Path, paper: str | None = None) -> str:
+    """Write table.md, table.tex and plot.png of the results of `harness.evaluate_models`; returns the Markdown.
+
+    Args:
+        results: with `rows`, and perhaps `curve`, `real_text` and `nelbo`.
+        folder: which exists.
+        paper: number of a table of the paper to print beside them.
+    """
+    rows, real_text = results["rows"], results.get("real_text")
+    beside = [] if paper is None else paper_rows(paper, sorted({row["num_steps"] for row in rows}))
+    note = "" if paper is None else PAPER_NOTE.format(number=paper)
+    markdown = markdown_table([*rows, *beside], real_text)
+    if "nelbo" in results:
+        markdown += "\n| model | NELBO perplexity of the real text |\n| --- | --- |\n"
+        for label, value in results["nelbo"].items():
+            markdown += f"| {label} | {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error) |\n"
+    markdown += f"\n{note}\n" if note else ""
+    (folder / "table.md").write_text(markdown, encoding="utf-8")
+    latex = (f"% {note}\n" if note else "") + latex_table([*rows, *beside], real_text)
+    (folder / "table.tex").write_text(latex, encoding="utf-8")
+    plot(rows, folder / "plot.png", real_text, results.get("curve", ()))
+    return markdown
 
 
 def _label(row: Mapping) -> str:
     # The base model at equal entropy is one line, although each number of steps has its own temperature.
-    at_one = row.get("temperature", 1) == 1 or row.get("matched")
+    at_one = row["temperature"] == 1 or row.get("matched")
     return row["model"] if at_one else f"{row['model']} (T = {row['temperature']:g})"
 
 
@@ -20,87 +75,89 @@ def _cells(rows: Rows) -> tuple[list[str], list[int], dict[tuple[str, int], Mapp
     return labels, steps, {(_label(row), row["num_steps"]): row for row in rows}
 
 
-def _columns(rows: Rows, real_text: Mapping | None, at_entropy: Mapping | None, pm: str) -> list[list[str]]:
-    """The table's cells, header first: Gen.-PPL, entropy and, with `at_entropy`, Gen.-PPL at real text's entropy."""
+def _line(row: Mapping, names: Sequence[str], pm: str) -> list[str]:
+    note = f" (T = {row['temperature']:g})" if row.get("matched") else ""
+    note += " (degenerate)" if row.get("degenerate") else ""
+    line = [
+        f"{row['gen_ppl']:.1f} {pm} {row['gen_ppl_sd']:.1f}{note}",
+        f"{row['entropy']:.3f} {pm} {row['entropy_sd']:.3f}",
+    ]
+    if "mauve" in names:
+        line.append(f"{row['mauve']:.3f} {pm} {row['mauve_sd']:.3f}" if "mauve" in row else "")
+    if "at_text_entropy" in names:
+        value = row.get("at_text_entropy", "")
+        line.append("-" if value is None else f"{value:.1f}" if value else "")
+    return line
+
+
+def _columns(rows: Rows, real_text: Mapping | None, pm: str) -> list[list[str]]:
+    """The table's cells, header first. At each NFE: Gen.-PPL, entropy and, where measured, the other two columns."""
     labels, steps, cells = _cells(rows)
+    names = [name for name in ("mauve", "at_text_entropy") if any(name in row for row in rows)]
+    titles = {"mauve": "MAUVE", "at_text_entropy": "Gen.-PPL at text's entropy"}
     header = ["model"]
     for n in steps:
-        header += [f"NFE {n}: Gen.-PPL", "entropy"] + (["at equal entropy"] if at_entropy is not None else [])
+        header += [f"NFE {n}: Gen.-PPL", "entropy", *(titles[name] for name in names)]
     lines = [header]
     for label in labels:
         line = [label]
         for n in steps:
             row = cells.get((label, n))
-            if row is None:
-                line += [""] * (3 if at_entropy is not None else 2)
-                continue
-            note = f" (T = {row['temperature']:g})" if row.get("matched") else ""
-            note += " (degenerate)" if row.get("degenerate") else ""
-            line += [
-                f"{row['gen_ppl']:.1f} {pm} {row['gen_ppl_sd']:.1f}{note}",
-                f"{row['entropy']:.3f} {pm} {row['entropy_sd']:.3f}",
-            ]
-            if at_entropy is not None:
-                value = at_entropy.get((row["model"], n))
-                line.append("-" if value is None else f"{value:.1f}")
+            line += [""] * (2 + len(names)) if row is None else _line(row, names, pm)
         lines.append(line)
     if real_text is not None:
-        values = [f"{real_text['gen_ppl']:.1f}", f"{real_text['entropy']:.3f}"]
-        values += [f"{real_text['gen_ppl']:.1f}"] if at_entropy is not None else []
-        lines.append(["real text", *values * len(steps)])
+        values = {"mauve": "", "at_text_entropy": f"{real_text['gen_ppl']:.1f}"}
+        own = [values["at_text_entropy"], f"{real_text['entropy']:.3f}", *(values[name] for name in names)]
+        lines.append(["real text", *own * len(steps)])
     return lines
 
 
-def markdown_table(rows: Rows, real_text: Mapping | None = None, at_entropy: Mapping | None = None) -> str:
+def markdown_table(rows: Rows, real_text: Mapping | None = None) -> str:
     """The paper's table in Markdown: a line a model, Gen.-PPL and entropy (mean and SD over seeds) at each NFE.
 
     Args:
-        rows: of `harness.summarise`.
+        rows: of `harness.evaluate_models` or `harness.summarise`. `mauve` and `at_text_entropy` become columns.
         real_text: record of `GenPPL` for real text: a last line.
-        at_entropy: of `harness.gen_ppl_at_entropy`: a third column.
     """
-    header, *lines = _columns(rows, real_text, at_entropy, "±")
+    header, *lines = _columns(rows, real_text, "±")
     rule = ["---"] * len(header)
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
-def latex_table(rows: Rows, real_text: Mapping | None = None, at_entropy: Mapping | None = None) -> str:
+def latex_table(rows: Rows, real_text: Mapping | None = None) -> str:
     """The same table for LaTeX with booktabs."""
-    header, *lines = _columns(rows, real_text, at_entropy, r"$\pm$")
-    body = [" & ".join(line).replace("_", r"\_") + r" \\" for line in lines]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
-            r"\toprule",
-            " & ".join(header) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    escaped = [
+        [re.sub(r"([&%#_])", r"\\\1", cell).replace("±", r"$\pm$") for cell in line]
+        for line in _columns(rows, real_text, "±")
+    ]
+    header, *body = [" & ".join(line) + r" \\" for line in escaped]
+    columns = f"l{'r' * (len(escaped[0]) - 1)}"
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}", ""])
 
 
-def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows = ()) -> None:
+def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows = ()):
     """Two pictures in one PNG: Gen.-PPL over the number of steps, and Gen.-PPL over entropy (the frontier).
 
+    The first shows the rows at temperature 1 and those matched in entropy, or all rows if there are none.
     On the frontier every line is a model at one number of steps over its temperatures; a model with one temperature is
     a point. Further down at equal entropy is better.
 
     Args:
-        rows: of `harness.summarise`.
+        rows: of `harness.evaluate_models` or `harness.summarise`.
         path: of the PNG.
         real_text: record of `GenPPL` for real text, the frontier's end point.
         curve: more rows for the frontier only.
+
+    Returns:
+        The matplotlib figure.
     """
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole program
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    labels, steps, cells = _cells(rows)
-    figure, (over_steps, frontier) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
+    labels, _, cells = _cells([row for row in rows if row["temperature"] == 1 or row.get("matched")] or rows)
+    steps = sorted({row["num_steps"] for row in rows})
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    over_steps, frontier = figure.subplots(1, 2)
     for label in labels:
         own = [cells[label, n] for n in steps if (label, n) in cells]
         x, y, error = ([row[name] for row in own] for name in ("num_steps", "gen_ppl", "gen_ppl_sd"))
@@ -110,6 +167,8 @@ def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows =
         for n, style in zip(steps, ("-", "--", ":", "-.") * len(steps), strict=False):
             own = [row for row in (*rows, *curve) if row["model"] == model and row["num_steps"] == n]
             own = sorted({row["entropy"]: row for row in own}.items())
+            if not own:
+                continue
             x, y = [h for h, _ in own], [row["gen_ppl"] for _, row in own]
             frontier.plot(x, y, style, marker="o", color=f"C{i}", label=f"{model}, NFE {n}")
     if real_text is not None:
@@ -123,4 +182,4 @@ def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows =
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import tempfile
@@ -11,21 +12,21 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from transformers import set_seed
 
 from .budget import budget, describe, matmul_rate
 from .cards import Card
+from .checkpoint import recorded_settings
 from .data import load_text, pack_documents
 from .drift_trainer import DriftTrainer
-from .harness import Harness, matching_temperature, nelbo_perplexity, summarise
+from .harness import Harness, evaluate_models
 from .loading import load_judge, load_model, load_tokenizer
+from .lora import merge_adapter
 from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
 from .prompts import pack_prompts
 from .publish import files_to_publish, publish
 from .recipe import Recipe
-from .report import markdown_table, plot
-
-# Temperatures at which the base model's entropy is measured to find the one that equals the refined model's.
-ENTROPY_CURVE = (0.7, 0.8, 0.9, 1.0)
+from .report import write_report
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
@@ -86,51 +87,29 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         order = {name: models[name].to(main.device) for name in (BASE, CONTINUATION, REFINED, LORA) if name in models}
         dtype = "bfloat16" if main.bf16 else "float32"
         harness = Harness(order, tokenizer, judge, folder / "cells", recipe.sampling_batch_size, dtype, recipe.sampler)
-        results |= evaluate_models(harness, recipe, splits.get("reference"), planned[0].label)
+        label, text = planned[0].label, splits.get("reference")
+        results |= evaluate_models(
+            harness,
+            recipe.num_steps,
+            recipe.sampling_temperatures,
+            recipe.num_seeds,
+            recipe.num_samples,
+            text=None if text is None else text[: recipe.num_samples]["input_ids"],
+            match=(BASE, label) if recipe.match_entropy and 1 in recipe.sampling_temperatures else None,
+        )
     if not PartialState().is_main_process:
         return results
     card = Card(**results["training"][planned[0].label]["card"])
     if judge is not None:
-        table = markdown_table(results["rows"], results.get("real_text"))
-        (folder / "table.md").write_text(table, encoding="utf-8")
-        plot(results["rows"], folder / "plot.png", results.get("real_text"), results["curve"])
+        table = write_report(results, folder)
         print(table)
-        card.add_results(results["rows"], planned[0].label, recipe.judge, recipe.num_samples, recipe.sampler, table)
+        card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
     card.save(Path(main.output_dir))
     results["seconds"] = time.perf_counter() - start
     (folder / "results.json").write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
     print(f"Done in {results['seconds']:.0f} s. Refined model: {main.output_dir}; everything else beside it.")
     if main.push_to_hub:
         print(f"Pushed to {publish(Path(main.output_dir), main)}")
-    return results
-
-
-def evaluate_models(harness: Harness, recipe: Recipe, reference=None, refined: str = REFINED) -> dict:
-    """Score every model at every number of steps, and the base model at the refined model's entropy.
-
-    Lowering the temperature is free, so a refinement is worth having only as far as it beats that last row.
-    """
-    shared = (recipe.num_seeds, recipe.num_samples)
-    records = harness.run(harness.grid(recipe.num_steps, recipe.sampling_temperatures, *shared))
-    rows, curve = summarise(records), []
-    if recipe.match_entropy and refined in harness.models and 1 in recipe.sampling_temperatures:
-        target = {row["num_steps"]: row for row in rows if row["model"] == refined and row["temperature"] == 1}
-        lowered = harness.grid(recipe.num_steps, ENTROPY_CURVE, 1, recipe.num_samples, [BASE])
-        curve = harness.run(lowered, "Base model at lower temperatures")
-        matched = []
-        for steps in recipe.num_steps:
-            entropies = {record["temperature"]: record["entropy"] for record in curve if record["num_steps"] == steps}
-            temperature = round(matching_temperature(entropies, target[steps]["entropy"]), 3)
-            matched += harness.grid([steps], [temperature], *shared, [BASE])
-        found = harness.run(matched, "Base model at equal entropy")
-        records = records + [record for record in curve + found if record not in records]
-        rows += [row | {"model": f"{BASE} at equal entropy", "matched": True} for row in summarise(found)]
-    results = {"rows": rows, "curve": summarise(curve), "records": records}
-    if reference is not None:
-        sample = reference.select(range(min(len(reference), recipe.num_samples)))
-        results["real_text"] = harness.score_text([list(ids) for ids in sample["input_ids"]])
-        text = torch.tensor(sample["input_ids"])
-        results["nelbo"] = {label: nelbo_perplexity(model, text) for label, model in harness.models.items()}
     return results
 
 
@@ -143,6 +122,7 @@ def _model(recipe: Recipe, name: str | None = None):
 
 def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> DriftTrainer:
     shared = recipe.encoder == "base"
+    set_seed(training.config.seed)  # adapters start at random
     trainer = DriftTrainer(
         _model(recipe),
         training.config,
@@ -178,11 +158,19 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
     folder = Path(training.config.output_dir)
     if resume and (folder / "training.json").is_file():
         history = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        return _model(recipe, str(folder)), history
+        old, new = history["settings"], _settings(recipe, training)
+        changed = {name: (old.get(name), value) for name, value in new.items() if old.get(name) != value}
+        if changed:
+            raise ValueError(
+                f"The training in {folder} is finished, and was made with other settings (there, asked for now): "
+                f"{changed}. Name another --output_dir, or remove {folder} to have it made anew."
+            )
+        return _trained(recipe, training), history
     trainer = _trainer(recipe, training, splits, tokenizer)
     before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
     trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
-    history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
+    history = {"settings": _settings(recipe, training), "eval_loss_before": before}
+    history["log_history"] = trainer.state.log_history
     if "validation" in splits:
         history["eval_loss"] = trainer.evaluate()["eval_loss"]
     trainer.card.add_losses(before, history.get("eval_loss"))
@@ -191,7 +179,28 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
     if PartialState().is_main_process:
         (folder / "training.json").write_text(json.dumps(history, indent=2), encoding="utf-8")
     PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
-    return _model(recipe, str(folder)).to(training.config.device), history
+    return _trained(recipe, training).to(training.config.device), history
+
+
+def _settings(recipe: Recipe, training: Training) -> dict:
+    """What decides the weights that a training gives, however many devices share its batches."""
+    config = training.config
+    names = "model revision dropout encoder lora dataset dataset_config dataset_revision text_column prompt_column"
+    names = [*names.split(), "train_split", "block_size", "wrap", "insert_eos", "streaming"]
+    settings = recorded_settings(config, config.world_size) | {name: getattr(recipe, name) for name in names}
+    settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
+    settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
+    for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
+        if settings[name] is not None and Path(settings[name]).exists():
+            path = Path(settings[name]).resolve()
+            settings[name] = f"{path.name} ({hashlib.sha256(bytes(path)).hexdigest()[:8]})"
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _trained(recipe: Recipe, training: Training):
+    """What a training left. Adapters go into the recipe's base: once pushed, they no longer say where it lies."""
+    folder = training.config.output_dir
+    return _model(recipe, folder) if training.peft_config is None else merge_adapter(_model(recipe), folder)
 
 
 def _rehearse(recipe: Recipe, arguments: dict, splits: dict, tokenizer) -> dict:
@@ -218,9 +227,11 @@ def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int)
     )
     if recipe.prompt_column is not None:
         return pack_prompts(documents, tokenizer, length)
-    return pack_documents(
+    blocks = pack_documents(
         documents, tokenizer, length, wrap=recipe.wrap, insert_eos=recipe.insert_eos, vocab_size=vocab_size
     )
+    # The Trainer finds its place in a stream within an epoch only, so all passes over the text are one.
+    return blocks.repeat(None) if recipe.streaming else blocks
 
 
 def _dtype(config) -> torch.dtype:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 
 from transformers import PreTrainedTokenizerBase
 
+CLEAR = "\x1b[2J\x1b[H"  # the screen, since the text may have any number of lines, and to its top
+
 
 class Watch:
-    """Print one sequence after every step, over the one before.
+    """Show one sequence after every step, over the one before. Where stdout is no terminal nothing is shown.
 
     Args:
         tokenizer: decodes the tokens.
@@ -22,12 +25,17 @@ class Watch:
 
     def __call__(self, step) -> None:
         """`step`: the sampler's `DiffusionStep`."""
-        text = "".join(
-            "░" if token == self.mask_id else self.tokenizer.decode([token]) for token in step.tokens[0].tolist()
-        )
-        # Clear the screen and go to its top: the text may have any number of lines.
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[2J\x1b[H")
-        sys.stdout.write(f"step {step.step}, t = {step.t:.3f}\n{text}\n")
-        sys.stdout.flush()
-        time.sleep(self.pause)
+            sys.stdout.write(f"{CLEAR}step {step.step}, t = {step.t:.3f}\n{self.text(step.tokens[0].tolist())}\n")
+            sys.stdout.flush()
+            time.sleep(self.pause)
+
+    def text(self, ids: list[int]) -> str:
+        """Masks as blocks, and what is between them decoded in one piece, since a character can take several tokens."""
+        runs = itertools.groupby(ids, lambda token: token == self.mask_id)
+        return "".join("░" * len(list(run)) if masked else self.tokenizer.decode(list(run)) for masked, run in runs)
+
+    def end(self) -> None:
+        """Make room for the finished text."""
+        if sys.stdout.isatty():
+            sys.stdout.write(CLEAR)

@@ -1,16 +1,43 @@
 """How far generate() is from its limit, the backbone calls alone, and from the loop that one would write first.
 
-    python tests/benchmarks/sampling.py [--steps 4 16 64] [--size small] [--device cuda] [--batch 8]
+    python tests/benchmarks/sampling.py [--size small] [--steps 4 16 64] [--batch 8] [--device cuda --compile]
 
 One run prints, for MDLM and DUO with equal random weights and for each N: the time of generate(), of N backbone calls
-without the vocabulary head, and of the ancestral sampler written straight from the formulas (the whole posterior in
-float64 at every position of every step), with the ratios. Interleaved repeats, the best of each counts.
+(embedding and blocks, no vocabulary head), and of the ancestral sampler written straight from the formulas (the whole
+posterior in float64 at every position of every step), with the ratios. DUO makes one call more than MDLM: its noise
+removal can change any token. The repeats are interleaved and the best of each counts. `--memory` prints instead how far
+memory rises above the model: by one backbone call, and by generate().
+
+Measured with torch 2.13 on one thread of a shared Xeon, float32, B = 1, by CPU time (`--threads 1 --clock cpu`; 170m is
+the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2). With the
+last memory savings, which only the rows of N = 64 have, N = 4 / 16 gave 1.053 / 0.949 (MDLM, once), 1.607 and 1.721 /
+1.158 (DUO, best of 2 and once / once):
+
+    size   model    N  generate  backbone x N  generate/backbone  straightforward  straightforward/generate
+    170m   mdlm     4     6.15s         5.75s              1.069           22.91s                      3.73
+    170m   mdlm    16    21.52s        22.53s              0.955           79.62s                      3.70
+    170m   mdlm    64    87.15s        90.34s              0.965                -                         -
+    170m   duo      4     8.97s         5.51s              1.628           20.63s                      2.30
+    170m   duo     16    25.70s        21.90s              1.174           70.11s                      2.73
+    170m   duo     64    92.25s        92.56s              0.997                -                         -
+    small  mdlm  1000     4.97s        22.95s              0.217           69.04s                     13.88
+    small  duo   1000    14.81s        20.01s              0.740           62.38s                      4.21
+
+The last ratio is bounded by straightforward / backbone, 3.5 for MDLM at N = 16 here, unless generate() takes less time
+than the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only.
+
+Memory at 170m, N = 1, above the model: one backbone call of B = 1 60 to 157 MB (what the allocator had free before
+differs from run to run); generate() of B = 4 / 8: MDLM 126 / 67 MB, DUO 171 / 267 MB, so at most 111 MB more than that.
+
+Not run on a GPU yet; meant for it: `--device cuda --batch 8 --steps 16 --dtype bfloat16 --compile`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
+from pathlib import Path
 
 import torch
 
@@ -22,6 +49,7 @@ SIZES = {
     "small": {"vocab_size": 5000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     | {"max_position_embeddings": 256},
 }
+CLASSES = {"mdlm": (MDLMForMaskedLM, MDLMConfig), "duo": (DUOForMaskedLM, DUOConfig)}
 
 
 def random_weights(model, scale: float = 0.02):
@@ -44,7 +72,7 @@ def backbone_only(model, batch: int, num_steps: int):
 
 @torch.no_grad()
 def straightforward(model, batch: int, num_steps: int):
-    """The ancestral sampler as its formulas say, one sequence at a time to bound the memory."""
+    """The ancestral sampler as its formulas say; the posterior one sequence at a time, to bound the memory."""
     V, length, process, device = (
         model.config.vocab_size,
         model.config.max_position_embeddings,
@@ -56,10 +84,10 @@ def straightforward(model, batch: int, num_steps: int):
     for i, t in enumerate(times):
         alpha_t = process.schedule.alpha(t)
         alpha_s = process.schedule.alpha(times[i + 1]) if i < num_steps else torch.ones_like(t)
+        logits = model(x, timesteps=t.expand(batch)).logits
         for row in range(batch):
             x_t = x[row : row + 1]
-            logits = model(x_t, timesteps=t.expand(1)).logits.double()
-            p_x0 = process.log_probs(logits, x_t).exp()
+            p_x0 = process.log_probs(logits[row : row + 1].double(), x_t).exp()
             q_xs = process.posterior(p_x0, x_t, alpha_t.expand(1), alpha_s.expand(1))
             exponential = -torch.rand_like(q_xs).log()
             x[row] = (q_xs / exponential).argmax(-1)[0]
@@ -76,46 +104,93 @@ def seconds(function, device: torch.device, clock) -> float:
     return clock() - start
 
 
+class Memory:
+    """How far memory rises above what was in use when this was made, in MB (CPU: resident, by the Linux kernel)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        gc.collect()
+        self.start = torch.cuda.memory_allocated() / 1e6 if device.type == "cuda" else self._resident("VmRSS")
+
+    @staticmethod
+    def _resident(field: str) -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024 / 1e6
+
+    def rise(self, function) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            function()
+            return torch.cuda.max_memory_allocated() / 1e6 - self.start
+        Path("/proc/self/clear_refs").write_text("5")
+        function()
+        return self._resident("VmHWM") - self.start
+
+
+def build(name: str, args):
+    model_class, config_class = CLASSES[name]
+    model = random_weights(model_class(config_class(**SIZES[args.size])))
+    model = model.to(args.device, getattr(torch, args.dtype))
+    if args.compile:  # the blocks that always see the whole batch; the last one sees as many positions as are needed
+        for block in model.backbone.blocks[:-1]:
+            block.compile(dynamic=False)
+    return model
+
+
+def print_memory(name: str, model, args):
+    memory = Memory(model.device)
+    alone = memory.rise(lambda: backbone_only(model, 1, 1))
+    print(f"{name:5} one backbone call of B=1 {alone:6.0f} MB", end="")
+    for settings in ({}, {"temperature": 0.9}, {"top_k": 50}, {"top_p": 0.9}):
+        ours = memory.rise(lambda settings=settings: model.generate(num_samples=args.batch, num_steps=1, **settings))
+        print(f", generate({', '.join(f'{k}={v}' for k, v in settings.items())}) {ours:.0f} MB", end="", flush=True)
+    print()
+
+
+def print_times(name: str, model, args, clock):
+    runs = {"ours": lambda N: model.generate(num_samples=args.batch, num_steps=N, seed=0)}
+    runs["limit"] = lambda N: backbone_only(model, args.batch, N)
+    if not args.skip_straightforward:
+        runs["slow"] = lambda N: straightforward(model, args.batch, N)
+    for run in runs.values():  # warm up, and compile
+        run(1)
+    for N in args.steps:
+        best = dict.fromkeys(("ours", "limit", "slow"), float("inf"))
+        for _ in range(args.repeats):
+            for key, run in runs.items():
+                best[key] = min(best[key], seconds(lambda run=run, N=N: run(N), model.device, clock))
+        ours, limit, slow = best.values()
+        straight = "" if args.skip_straightforward else f"{slow:15.2f}s {slow / ours:24.2f}"
+        print(f"{name:5} {N:4} {ours:8.2f}s {limit:12.2f}s {ours / limit:17.3f} {straight}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--size", choices=SIZES, default="170m")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the network")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on all blocks but the last")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=["mdlm", "duo"], choices=["mdlm", "duo"])
     parser.add_argument("--skip-straightforward", action="store_true", help="it takes several times as long")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: where others share the cores")
     args = parser.parse_args()
-    device = torch.device(args.device)
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     torch.set_num_threads(args.threads)
-    where = f"{args.device}, {args.threads} threads, {args.size}, B={args.batch}, {args.clock} time"
-    print(f"torch {torch.__version__}, {where}")
-    print("model  N     generate  backbone x N  straightforward  generate/backbone  straightforward/generate")
-    classes = {"mdlm": (MDLMForMaskedLM, MDLMConfig), "duo": (DUOForMaskedLM, DUOConfig)}
+    where = f"{args.device}, {args.dtype}, {args.threads} threads, {args.size}, B={args.batch}, {args.clock} time"
+    print(f"torch {torch.__version__}, {where}{', compiled' if args.compile else ''}")
+    if not args.memory:
+        print("model    N generate backbone x N generate/backbone straightforward straightforward/generate")
     for name in args.models:
-        model_class, config_class = classes[name]
-        model = random_weights(model_class(config_class(**SIZES[args.size]))).to(device)
-        for N in args.steps:
-            runs = {
-                "ours": lambda model=model, N=N: model.generate(num_samples=args.batch, num_steps=N, seed=0),
-                "limit": lambda model=model, N=N: backbone_only(model, args.batch, N),
-            }
-            if not args.skip_straightforward:
-                runs["slow"] = lambda model=model, N=N: straightforward(model, args.batch, N)
-            backbone_only(model, args.batch, 1)
-            best = dict.fromkeys(("ours", "limit", "slow"), float("nan"))
-            for _ in range(args.repeats):
-                for key, run in runs.items():
-                    took = seconds(run, device, clock)
-                    best[key] = took if best[key] != best[key] else min(best[key], took)
-            ours, limit, slow = best.values()
-            print(
-                f"{name:5} {N:4} {ours:9.2f}s {limit:12.2f}s {slow:15.2f}s {ours / limit:18.3f} {slow / ours:20.2f}",
-                flush=True,
-            )
+        model = build(name, args)
+        if args.memory:
+            print_memory(name, model, args)
+        else:
+            print_times(name, model, args, clock)
 
 
 if __name__ == "__main__":

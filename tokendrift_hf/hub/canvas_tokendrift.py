@@ -24,10 +24,10 @@ class Canvas:
     lengths: list[int]
     confidence: torch.Tensor
 
-    def put(self, rows, columns, tokens, weights, total):
-        """Write tokens [n] that a prediction `weights` [n, V] of sum `total` [n] gave at (rows, columns)."""
+    def put(self, rows, columns, tokens, p):
+        """Write tokens [n] that a prediction p [n, V] gave at (rows, columns)."""
         self.x[rows, columns] = tokens
-        self.confidence[rows, columns] = (weights.gather(1, tokens[:, None])[:, 0] / total).to(self.confidence)
+        self.confidence[rows, columns] = p.gather(1, tokens[:, None])[:, 0].to(self.confidence)
 
     def rows_alike(self) -> bool:
         """Whether all rows are the same, as masks without a prompt are, so that one of them serves the first call."""

@@ -3,7 +3,15 @@
 Shapes: B sequences, L positions, V vocabulary, n chosen positions of all sequences together. Only torch is needed.
 """
 
+from functools import cached_property
+
 import torch
+from torch import nn
+
+
+def draw_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of random numbers and distribution functions: as asked for, but float32 on a device without float64."""
+    return torch.float32 if precision == "float32" or device.type == "mps" else torch.float64
 
 
 class Noise:
@@ -39,7 +47,9 @@ class Noise:
         return self.positions([1] * len(self.streams), count)[:, 0]
 
 
-def draw(weights: torch.Tensor, uniforms: torch.Tensor, block: int = 256) -> torch.Tensor:
+def draw(
+    weights: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor | None = None, block: int = 256
+) -> torch.Tensor:
     """Categorical draws by inverting the distribution function in the precision of `uniforms`.
 
     In two levels, first a block of the vocabulary and then a token in it, so that no [n, V] table of sums is needed.
@@ -47,15 +57,17 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor, block: int = 256) -> tor
 
     Args:
         weights: not negative, not all zero, of any sum, [n, V].
-        uniforms: in [0, 1), [n].
+        uniforms: in [0, 1), [k].
+        rows: which of the n rows to draw from, [k]; None: all.
 
     Returns:
-        ids [n].
+        ids [k].
     """
     V = weights.shape[1]
     body = V - V % block
     sums = torch.cat([weights[:, :body].unflatten(1, (-1, block)).sum(-1), weights[:, body:].sum(-1, keepdim=True)], 1)
-    sums = sums.to(uniforms.dtype)
+    rows = torch.arange(len(sums), device=sums.device) if rows is None else rows
+    sums = sums[rows].to(uniforms.dtype)
     cdf = sums.cumsum(-1)
     target = uniforms[:, None] * cdf[:, -1:]
     chosen = torch.searchsorted(cdf, target, right=True).clamp_max(sums.shape[1] - 1)
@@ -63,7 +75,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor, block: int = 256) -> tor
     below_one = 1 - torch.finfo(uniforms.dtype).eps / 2
     uniforms = ((target - cdf.gather(1, chosen) + mass) / mass).clamp(0, below_one)
     ids = chosen * block + torch.arange(block, device=weights.device)
-    inside = weights.gather(1, ids.clamp_max(V - 1)).to(uniforms.dtype).masked_fill(ids >= V, 0)
+    inside = weights[rows[:, None], ids.clamp_max(V - 1)].to(uniforms.dtype).masked_fill(ids >= V, 0)
     cdf = inside.cumsum(-1)
     return (chosen * block + torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True))[:, 0]
 
@@ -89,11 +101,9 @@ def control(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) 
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, best.indices, best.values)
     if top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        before = ordered.double().softmax(-1).cumsum(-1).roll(1, -1)
-        before[:, 0] = 0
-        logits = torch.full_like(logits, -torch.inf).scatter_(
-            -1, order, ordered.masked_fill(before >= top_p, -torch.inf)
-        )
+        reached = ordered.softmax(-1, dtype=draw_dtype("float64", logits.device)).cumsum_(-1) >= top_p
+        ordered[:, 1:].masked_fill_(reached[:, :-1], -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered)
     return logits
 
 
@@ -112,31 +122,31 @@ class Denoiser:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
         present: positions that exist, bool [B, L]; None: all.
         temperature, top_k, top_p: see `control`.
-        dtype: in which probabilities and draws are computed. The exponentials keep the precision of the logits.
-        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB).
+        chunk_size: positions for which logits [n, V] are held at once; None: 16 MiB of them (GPU: 512 MiB).
 
     Attributes:
         num_calls: network calls made. A batch too large for one call still counts as one: it is a number per row.
     """
 
-    def __init__(self, model, present, *, temperature, top_k, top_p, dtype, chunk_size=None):
-        self.model, self.present, self.dtype = model, present, dtype
+    def __init__(self, model, present, *, temperature, top_k, top_p, chunk_size=None):
+        self.model, self.present = model, present
         self.controls = (temperature, top_k, top_p)
         on_cpu = model.device.type == "cpu"
-        elements = (2**23 if on_cpu else 2**27) // (4 if top_p < 1 else 1)  # sorting needs several copies
+        elements = (2**22 if on_cpu else 2**27) // (4 if top_p < 1 else 1)  # sorting needs several copies
         self.chunk_size = chunk_size or max(1, elements // model.config.vocab_size)
         self.tokens_per_call = 2**10 if on_cpu else 2**16
         self.num_calls = 0
 
-    def __call__(self, x: torch.Tensor, t: torch.Tensor, wanted: torch.Tensor, identical: bool = False):
+    def __call__(self, x, t, wanted, identical: bool = False, skip_below: torch.Tensor | None = None):
         """One network call; none if nothing is wanted.
 
         Args:
             x: [B, L]. t: [B]. wanted: bool [B, L].
             identical: the rows of x, t and `present` are all alike, so that one of them serves all.
+            skip_below: [B, L]: leave out positions where p(x_t) is surely not above this, see `log_p_bounds`.
 
         Yields:
-            rows [n], columns [n], weights [n, V] proportional to p(x_0 | x_t) there, and their sums [n].
+            rows [n], columns [n], p(x_0 | x_t) there [n, V].
         """
         active = wanted.any(1).nonzero()[:, 0]
         if not len(active):
@@ -146,15 +156,50 @@ class Denoiser:
             union = wanted.any(0)
             hidden, c = self._hidden(x, t, active[:1], union.nonzero().T)
             rows, columns = wanted.nonzero(as_tuple=True)
-            yield from self._weights(rows, columns, hidden[0], (union.cumsum(0) - 1)[columns], c, rows * 0)
+            yield from self._predictions(rows, columns, hidden[0], (union.cumsum(0) - 1)[columns], c, rows * 0)
             return
         for part in active.split(max(1, self.tokens_per_call // x.shape[1])):
             positions, valid = index_of(wanted[part])
             hidden, c = self._hidden(x, t, part, positions)
             local = torch.arange(len(part), device=x.device)[:, None].expand_as(positions)[valid]
-            hidden = hidden[valid]
+            rows, columns, hidden = part[local], positions[valid], hidden[valid]
             which = torch.arange(len(hidden), device=x.device)
-            yield from self._weights(part[local], positions[valid], hidden, which, c, local)
+            if skip_below is not None and self.blocks is not None:
+                bounds = self.log_p_bounds(hidden, c[local], x[rows, columns])
+                which = (~(bounds <= skip_below[rows, columns].log())).nonzero()[:, 0]  # nan is not skipped
+            yield from self._predictions(rows[which], columns[which], hidden, which, c, local[which])
+
+    @cached_property
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Means of the head's weights [m, D] and biases [m] over blocks of the vocabulary, and the log of their sizes.
+
+        None where no bound follows from them: the prediction is truncated, or the head wrapped (adapters, quantised).
+        """
+        temperature, top_k, top_p = self.controls
+        head = getattr(getattr(self.model, "backbone", None), "output_layer", None)
+        if head is None or temperature == 0 or top_k or top_p < 1:
+            return None
+        if not isinstance(head.linear, nn.Linear) or not head.linear.weight.is_floating_point():
+            return None
+        weights, biases = head.linear.weight.split(256), head.linear.bias.split(256)
+        sizes = torch.tensor([len(bias) for bias in biases], device=self.model.device)
+        means = (torch.stack([y.float().mean(0) for y in blocks]) for blocks in (weights, biases))
+        return *means, sizes.log()
+
+    def log_p_bounds(self, hidden: torch.Tensor, c: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Upper bounds of log p(tokens) [n] at hidden states [n, D] with c [n, C], for a fraction of the head's cost.
+
+        By Jensen's inequality exp(logit) summed over a block of the vocabulary is at least the block's size times the
+        exponential of its mean logit, which is one dot product. Where x_t is noise this is often enough.
+        """
+        head, temperature = self.model.backbone.output_layer, self.controls[0]
+        shift, scale = head.adaLN_modulation(c).float().chunk(2, dim=-1)
+        h = head.norm_final(hidden).float() * (1 + scale) + shift
+        with torch.autocast(h.device.type, enabled=False):
+            logits = (h * head.linear.weight[tokens].float()).sum(-1) + head.linear.bias[tokens].float()
+            centres, biases, log_sizes = self.blocks
+            log_sum = ((h @ centres.T + biases) / temperature + log_sizes).logsumexp(-1)
+        return (logits + 0.1) / temperature - log_sum  # 0.1: more than rounding in the head can make up for
 
     def _hidden(self, x, t, rows, positions):
         mask = None if self.present is None else self.present[rows]
@@ -163,12 +208,15 @@ class Denoiser:
         )
         return output.hidden_states
 
-    def _weights(self, rows, columns, hidden, hidden_row, c, c_row):
+    def _predictions(self, rows, columns, hidden, hidden_row, c, c_row):
         for chunk in torch.arange(len(rows), device=rows.device).split(self.chunk_size):
             logits = self.model.logits(hidden[hidden_row[chunk], None], c[c_row[chunk]])[:, 0]
             logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
             if hasattr(self.model.process, "mask_id"):
                 logits[:, self.model.process.mask_id] = -torch.inf
             logits = control(logits, *self.controls)
-            weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-            yield rows[chunk], columns[chunk], weights, weights.sum(-1).to(self.dtype)
+            p = torch.softmax(logits, -1, out=logits)  # in place, for the memory
+            if p[:, 0].isnan().any():
+                raise ValueError("The network predicts nan: its weights or activations hold nan or inf.")
+            yield rows[chunk], columns[chunk], p
+            del logits, p  # before the next chunk is computed

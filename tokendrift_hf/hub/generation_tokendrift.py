@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput, logging
 
 from .canvas_tokendrift import Texts, prompted, unprompted
-from .denoiser_tokendrift import Denoiser, Noise
+from .denoiser_tokendrift import Denoiser, Noise, draw_dtype
 from .samplers_tokendrift import ORDERED, denoise, first_hitting, ordered
 
 logger = logging.get_logger(__name__)
@@ -26,18 +26,20 @@ class DiffusionGenerationConfig(GenerationConfig):
     Args:
         num_steps: N. The network is called at most N + 1 times, since noise removal is a step more (papers label such
             runs "NFE N"); `first_hitting` has no steps, and the ordered samplers make at most N calls.
-        sampler: "ancestral" (MDLM, DUO), "psi" (both: ReMDM and predictor-corrector, see `psi`), and for masked models
-            "analytic" (the same law as ancestral), "first_hitting" (one token a call, no discretisation), and
-            "confidence", "margin", "entropy" (surest first; less diverse text).
-        temperature, top_k, top_p: act on the clean-token prediction, never on the posterior. temperature 0 is greedy;
-            temperature 1, top_k 0 and top_p 1 change nothing.
+        sampler: "ancestral" (MDLM 2406.07524, DUO 2506.10892), "psi" (both: ReMDM 2503.00307 and predictor-corrector
+            2602.21185), and for masked models "analytic" (the same law as ancestral), "first_hitting" (one token a
+            call, no discretisation, 2409.02908), and "confidence", "margin", "entropy" (surest positions first
+            2502.06768; less diverse text).
+        temperature, top_k, top_p: act, in this order, on the clean-token prediction p(x_0 | x_t), never on the
+            posterior. p ~ p^(1 / temperature), where 0 is greedy (the likeliest token) and 1 changes nothing; then
+            the top_k likeliest (1805.04833; 0: all); then the likeliest that together reach top_p (1904.09751; 1: all).
         noise_removal: "ancestral" (a last posterior step to clean text), "greedy" (argmax), or "none" (masks or noise
             may be left). Not for samplers that end clean by themselves.
-        time_grid: "linear", "cosine", "linear-constant-linear-c[-inv]", or N + 1 falling times.
+        time_grid: "linear", "cosine", "linear-constant-linear-c[-inv]", or N + 1 falling times, see `time_grid`.
         psi: mode of the psi sampler, or three for the early, middle and late steps, see `kappas`.
         psi_fractions: the fractions of the steps that are early and middle.
         precision: "float64" or "float32", of the random numbers and distribution functions. float32 draws lose rare
-            tokens, which lowers both perplexity and entropy.
+            tokens, which lowers both perplexity and entropy (2409.02908). Devices without float64 use float32 and warn.
         max_new_tokens: tokens to generate after the prompt; without a prompt, all of them (default: the longest).
         max_length: the same, the prompt included.
         stride: allows text longer than the model: it is written in windows of the model's length, each `stride` new
@@ -174,8 +176,7 @@ class DiffusionGenerationMixin:
             raise ValueError(f"{len(generator)} generators for {len(texts.tokens)} rows: give one a row, or one.")
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-        dtype = torch.float32 if settings.precision == "float32" or self.device.type == "mps" else torch.float64
-        noise = Noise(generator, len(texts.tokens), dtype, self.device)
+        noise = Noise(generator, len(texts.tokens), draw_dtype(settings.precision, self.device), self.device)
         generated = texts.free.clone()
         longest, process = self.config.max_position_embeddings, self.process
         history, num_calls = [], 0
@@ -194,7 +195,6 @@ class DiffusionGenerationMixin:
                     temperature=settings.temperature,
                     top_k=settings.top_k,
                     top_p=settings.top_p,
-                    dtype=dtype,
                     chunk_size=chunk_size,
                 )
                 draft = slice(shown - int(columns[0, 0]), None)
@@ -293,11 +293,20 @@ class DiffusionGenerationMixin:
         temperature, top_p = settings.temperature, settings.top_p
         is_number = isinstance(temperature, (int, float)) and isinstance(top_p, (int, float))
         need(is_number, f"temperature={temperature!r}, top_p={top_p!r}", "They must be numbers.")
-        need(0 <= temperature < float("inf"), f"temperature={temperature}", "It must be >= 0; 0 is greedy.")
+        need(
+            temperature == 0 or 1e-6 <= temperature < float("inf"),
+            f"temperature={temperature}",
+            "It must be 0, which is greedy, or at least 1e-6.",
+        )
         need(0 < top_p <= 1, f"top_p={top_p}", "It must be in (0, 1]; 1 keeps every token.")
         for key, values in (("noise_removal", ("ancestral", "greedy", "none")), ("precision", ("float64", "float32"))):
             value = getattr(settings, key)
             need(value in values, f"{key}={value!r}", f"Give one of {values}.")
+        need(
+            seed is None or (_is_whole(seed, 0) and seed < 2**64),
+            f"seed={seed!r}",
+            "It must be a whole number from 0 to 2^64 - 1.",
+        )
         need(seed is None or generator is None, "Both seed and generator are given", "Give one of them.")
         both = settings.max_new_tokens is not None and settings.max_length is not None
         need(not both, "Both max_new_tokens and max_length are given", "Give one of them.")
@@ -324,7 +333,17 @@ class DiffusionGenerationMixin:
             f"psi={settings.psi!r} with sampler={settings.sampler!r}",
             "psi belongs to sampler='psi'.",
         )
-        if self.device.type == "mps" and settings.precision == "float64":
+        need(
+            "psi_fractions" not in given or settings.sampler == "psi" or "constant" in str(settings.time_grid),
+            f"psi_fractions={settings.psi_fractions!r} with sampler={settings.sampler!r}",
+            "They belong to sampler='psi' and to the time grids with a plateau.",
+        )
+        need(
+            "output_history" not in given or not settings.output_history or settings.return_dict_in_generate,
+            "output_history=True without return_dict_in_generate=True",
+            "The history comes with the dict.",
+        )
+        if draw_dtype(settings.precision, self.device) != getattr(torch, settings.precision):
             logger.warning_once("This device has no float64: random numbers and draws are in float32.")
 
     def _texts(self, input_ids, attention_mask, prompt_mask, num_samples, settings) -> Texts:
@@ -351,7 +370,7 @@ class DiffusionGenerationMixin:
         if max(texts.lengths) > longest and settings.stride is None:
             raise ValueError(
                 f"The text would be {max(texts.lengths)} tokens long, but this model takes at most {longest}. Ask for "
-                "less, or give stride= to write it in windows."
+                "less, or give a stride, to write it in windows."
             )
         return texts
 
@@ -369,7 +388,7 @@ class DiffusionGenerationMixin:
         revision,
         subfolder,
         trust_remote_code=False,
-        **kwargs,
+        **config_fields,
     ):
         """Called by `from_pretrained`: reads generation_config.json, where there is one."""
         if generation_config is not None:
@@ -387,7 +406,6 @@ class DiffusionGenerationMixin:
                     subfolder=subfolder,
                     _from_auto=from_auto_class,
                     _from_pipeline=from_pipeline,
-                    **kwargs,
                 )
             except OSError:
                 logger.info("No generation_config.json: the defaults are used.")

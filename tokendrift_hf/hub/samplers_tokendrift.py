@@ -4,7 +4,7 @@ All of them first draw what happens at each position and only then ask the netwo
 its prediction p(x_0 | x_t) is needed. The laws are exactly those of the papers, only the order of the draws differs.
 
 Sources: MDLM (arXiv 2406.07524), DUO (2506.10892), psi samplers (2602.21185), ReMDM (2503.00307), first hitting
-(2409.02908), ordered unmasking (MaskGIT 2202.04200, LLaDA 2502.09992).
+(2409.02908), ordered unmasking (2502.06768, MaskGIT 2202.04200, LLaDA 2502.09992).
 """
 
 import re
@@ -109,16 +109,19 @@ def absorbing_rates(alpha_t: float, alpha_s: float, kappa: float) -> tuple[float
     return reveal, (1 - kappa) * (1 - alpha_s)
 
 
-def uniform_rates(alpha_t: float, alpha_s: float, vocab_size: int, p_x: torch.Tensor | float):
-    """DUO's posterior as a mixture: P(keep x_t) and P(a uniformly drawn token); the rest is p(x_0 | x_t).
+def uniform_rates(alpha_t: float, alpha_s: float, vocab_size: int) -> tuple[float, float, float]:
+    """DUO's posterior as a mixture of x_t, a uniformly drawn token, and a token of the prediction p = p(x_0 | x_t).
 
-    With a = alpha_t / alpha_s and p_x = p(x_0 = x_t | x_t) the three weights are a (1 - alpha_s) + alpha_t V p_x,
-    (1 - a) (1 - alpha_s) and alpha_s - alpha_t, and their sum is 1 - alpha_t + alpha_t V p_x. So nothing but p_x is
-    needed to choose, and below a (1 - alpha_s) / (1 - alpha_t), its smallest value, keeping is certain without it.
+    With a = alpha_t / alpha_s their weights are a (1 - alpha_s) + alpha_t V p(x_t), (1 - a) (1 - alpha_s) and
+    alpha_s - alpha_t. The network enters by p(x_t) alone, and as follows.
+
+    Returns:
+        pull: the odds that x_t stays for the network's sake are pull * p(x_t), with pull = alpha_t V / (1 - alpha_t).
+        keep, uniform: if it does not, P(it is kept all the same) and P(a uniform token); the rest is the prediction.
     """
-    a, pull = alpha_t / alpha_s, alpha_t * vocab_size * p_x
-    total = 1 - alpha_t + pull
-    return (a * (1 - alpha_s) + pull) / total, (1 - a) * (1 - alpha_s) / total
+    a = alpha_t / alpha_s
+    keep, uniform = (weight * (1 - alpha_s) / (1 - alpha_t) for weight in (a, 1 - a))
+    return alpha_t * vocab_size / (1 - alpha_t), keep, uniform
 
 
 def absorbing_step(canvas, denoiser, noise, mask_id, t, alpha_t, alpha_s, kappa, rows_alike=False):
@@ -128,30 +131,31 @@ def absorbing_step(canvas, denoiser, noise, mask_id, t, alpha_t, alpha_s, kappa,
     masked = canvas.x == mask_id
     again = canvas.free & ~masked & (event < remask)
     wanted = canvas.free & masked & (event < reveal)
-    for rows, columns, weights, total in denoiser(canvas.x, t, wanted, rows_alike):
-        canvas.put(rows, columns, draw(weights, token[rows, columns]), weights, total)
+    for rows, columns, p in denoiser(canvas.x, t, wanted, rows_alike):
+        canvas.put(rows, columns, draw(p, token[rows, columns]), p)
     canvas.x.masked_fill_(again, mask_id)
     canvas.confidence.masked_fill_(again, torch.nan)
 
 
 def uniform_step(canvas, denoiser, noise, vocab_size, t, alpha_t, alpha_s, kappa):
     """One step of DUO, or of a psi sampler if kappa < 1. At most positions the outcome is known without the network."""
-    branch, event, token = noise.positions(canvas.lengths, 3).unbind(-1)
+    branch, event, odds, token = noise.positions(canvas.lengths, 4).unbind(-1)
     random_tokens = (token * vocab_size).long()
+    pull, keep, uniform = uniform_rates(alpha_t, alpha_s, vocab_size)
     forward = branch >= kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
-    surely_kept, _ = uniform_rates(alpha_t, alpha_s, vocab_size, 0.0)
-    known = torch.where(forward, event < 1 - alpha_s, event < surely_kept)
-    for rows, columns, weights, total in denoiser(canvas.x, t, canvas.free & ~known):
-        old, random, u, v = (y[rows, columns] for y in (canvas.x, random_tokens, event, token))
-        p_x = weights.gather(1, old[:, None])[:, 0] / total
-        keep, uniform = uniform_rates(alpha_t, alpha_s, vocab_size, p_x)
-        keep_clean, _ = uniform_rates(alpha_t, 1.0, vocab_size, p_x)
-        forward_here = forward[rows, columns]
-        keep = torch.where(forward_here, 1 - alpha_s + alpha_s * keep_clean, keep)  # below 1 - alpha_s it was known
-        uniform = torch.where(forward_here, 0.0, uniform)
-        new = torch.where(u < keep + uniform, random, draw(weights, v))
-        canvas.put(rows, columns, torch.where(u < keep, old, new), weights, total)
-    noised = canvas.free & forward & known
+    kept = ~forward & (event < keep)
+    noised = torch.where(forward, event < 1 - alpha_s, ~kept & (event < keep + uniform))
+    least = odds / (1 - odds) / pull  # x_t stays where p(x_t) is larger
+    unclear = canvas.free & ~kept & ~(forward & noised)
+    for rows, columns, p in denoiser(canvas.x, t, unclear, skip_below=torch.where(noised, least, 0.0)):
+        old, noised_here = canvas.x[rows, columns], noised[rows, columns]
+        stays = p.gather(1, old[:, None])[:, 0] > least[rows, columns]
+        noised[rows, columns] = noised_here & ~stays
+        new, drawn = old.clone(), (~stays & ~noised_here).nonzero()[:, 0]
+        if len(drawn):
+            new[drawn] = draw(p, token[rows[drawn], columns[drawn]], drawn)
+        canvas.put(rows, columns, new, p)
+    noised &= canvas.free
     canvas.x = torch.where(noised, random_tokens, canvas.x)
     canvas.confidence.masked_fill_(noised, torch.nan)
 
@@ -182,8 +186,8 @@ def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         step(times[N], alphas[N], 1.0, 1.0)
     elif settings.noise_removal == "greedy":
         wanted = canvas.free & process.predicted_positions(canvas.x)
-        for rows, columns, weights, total in denoiser(canvas.x, at(times[N]), wanted):
-            canvas.put(rows, columns, weights.argmax(-1), weights, total)
+        for rows, columns, p in denoiser(canvas.x, at(times[N]), wanted):
+            canvas.put(rows, columns, p.argmax(-1), p)
     if settings.noise_removal != "none":
         on_step(N, 0.0)
 
@@ -205,31 +209,33 @@ def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, on_
         masked_fraction = masked_fraction * time ** (1 / left.clamp_min(1))
         t = process.schedule.time_of_alpha(1 - masked_fraction)
         wanted = masked & (masked.cumsum(1) - 1 == (place * left).long()[:, None])
-        for rows, columns, weights, total in denoiser(canvas.x, t, wanted):
-            canvas.put(rows, columns, draw(weights, token[rows]), weights, total)
+        for rows, columns, p in denoiser(canvas.x, t, wanted):
+            canvas.put(rows, columns, draw(p, token[rows]), p)
         on_step(step, float(t.min()))
 
 
 def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
     """Unmask the surest positions first: N steps, floor(n t) of a row's n masks left after the step that ends at t.
 
-    A token is drawn at every mask and kept where its score is largest. "confidence": the probability of the drawn
-    token; "margin": of the likeliest less that of the second; "entropy": minus the entropy of the prediction.
+    Positions are ordered by their prediction p. "confidence": the largest probability; "margin": less the second
+    largest (both 2502.06768); "entropy": the smallest entropy. Then tokens are drawn, so that the order does not favour
+    likely tokens. (MaskGIT and LLaDA order by the probability of the drawn token; at temperature 0 that is the same.)
     This is not the law of the diffusion process: it lowers the entropy of the text.
     """
     times = time_grid(settings.time_grid, settings.num_steps, settings.psi_fractions)[:-1] + [0.0]
-    num_masks = (canvas.free & (canvas.x == process.mask_id)).sum(1)
+    num_masks = (canvas.free & (canvas.x == process.mask_id)).sum(1).tolist()
     for i, (t, s) in enumerate(zip(times, times[1:], strict=False)):
         masked = canvas.free & (canvas.x == process.mask_id)
-        reveal = masked.sum(1) - (num_masks.double() * s).long()
+        left = torch.tensor([int(n * s) for n in num_masks], device=masked.device)
+        reveal = masked.sum(1) - left
         token = noise.positions(canvas.lengths, 1)[..., 0]
         drawn = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
         score = torch.full(masked.shape, -torch.inf, dtype=noise.dtype, device=masked.device)
         wanted = masked & (reveal > 0)[:, None]
         times_t = torch.full((len(masked),), t, device=masked.device)
-        for rows, columns, weights, total in denoiser(canvas.x, times_t, wanted, i == 0 and canvas.rows_alike()):
-            drawn.put(rows, columns, draw(weights, token[rows, columns]), weights, total)
-            score[rows, columns] = score_of(settings.sampler, weights, total, drawn.confidence[rows, columns])
+        for rows, columns, p in denoiser(canvas.x, times_t, wanted, i == 0 and canvas.rows_alike()):
+            drawn.put(rows, columns, draw(p, token[rows, columns]), p)
+            score[rows, columns] = certainty(settings.sampler, p).to(score)
         rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         chosen = wanted & (rank < reveal[:, None])
         canvas.x = torch.where(chosen, drawn.x, canvas.x)
@@ -237,10 +243,9 @@ def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         on_step(i, s)
 
 
-def score_of(sampler: str, weights: torch.Tensor, total: torch.Tensor, confidence: torch.Tensor) -> torch.Tensor:
-    if sampler == "confidence":
-        return confidence.to(total)
-    if sampler == "margin":
-        best = weights.topk(2, dim=-1).values
-        return (best[:, 0] - best[:, 1]) / total
-    return -torch.special.entr(weights / total[:, None].to(weights)).sum(-1).to(total)
+def certainty(sampler: str, p: torch.Tensor) -> torch.Tensor:
+    """How sure predictions p [n, V] are, [n]."""
+    if sampler == "entropy":
+        return -torch.special.entr(p).sum(-1)
+    best = p.topk(2, dim=-1).values
+    return best[:, 0] - (best[:, 1] if sampler == "margin" else 0.0)

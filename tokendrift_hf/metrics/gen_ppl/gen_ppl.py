@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import importlib.metadata
+import importlib.util
 import math
 import re
 import warnings
@@ -41,10 +43,15 @@ Args:
     max_length (`int`): longer texts are cut to this many judge tokens. Default: the judge's window. If it exceeds the
         window, a text is scored in consecutive windows that do not see each other.
     per_sample (`bool`, default False): add the values of every sample under the key "per_sample".
+    mauve_references: real texts or ids, in the form of predictions but as many as you like: adds MAUVE against them
+        (`pip install mauve-text`), on the judge's last hidden state at the end of a text.
+    mauve_settings (`dict`): keywords of `mauve.compute_mauve` that replace its defaults, such as num_buckets.
 Returns:
     dict of plain Python values (see README.md beside this file for every key).
 Raises:
-    ValueError: for no predictions, no judge, a judge without tokenizer, ids outside the vocabulary, bad settings.
+    ValueError: for no predictions, no judge, a judge without tokenizer, ids outside the vocabulary, bad settings, too
+        few texts for MAUVE.
+    ImportError: for mauve_references without mauve-text.
 Examples:
     >>> gen_ppl = evaluate.load("gen_ppl")
     >>> gen_ppl.compute(predictions=texts, model_id="gpt2-large")["gen_ppl"]
@@ -63,9 +70,24 @@ SETTINGS = {
     "mode": "reference",
     "max_length": None,
     "per_sample": False,
+    "mauve_references": None,
+    "mauve_settings": {},
 }
+VERSION = 1  # of the definition: raised when a value can change
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FEW_SAMPLES = 64
+# Defaults of mauve-text 0.4, written out because every one of them decides the value.
+MAUVE = {
+    "num_buckets": "auto",
+    "pca_max_data": -1,
+    "kmeans_explained_var": 0.9,
+    "kmeans_num_redo": 5,
+    "kmeans_max_iter": 500,
+    "divergence_curve_discretization_size": 25,
+    "mauve_scaling_factor": 5,
+    "seed": 25,
+}
+FEW_FOR_MAUVE = 1000
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]+")  # one CJK character is one word
 DEFAULT_WINDOW = 1024  # of GPT-2; for judges whose config names no maximal length
 
@@ -96,43 +118,55 @@ class Judge:
     @classmethod
     def load(cls, model_id, revision, tokenizer, device, dtype):
         """Load a judge for scoring; the arguments are those of `GenPPL`."""
-        if tokenizer is None or isinstance(tokenizer, str):
-            try:
+        try:
+            if tokenizer is None or isinstance(tokenizer, str):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer or model_id, revision=revision)
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"No tokenizer could be loaded for the judge {model_id!r}: {error} Save the tokenizer beside the "
-                    "model or pass `model_tokenizer`."
-                ) from error
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"The judge {model_id!r} cannot be loaded. It takes an autoregressive model of transformers, and its "
+                f"tokenizer beside it or in `model_tokenizer`. {error}"
+            ) from error
         return cls(model.to(device).eval(), tokenizer, revision=weights_digest(model_id))
 
     @torch.no_grad()
-    def nll(self, windows: list[list[int]], batch_size: int) -> list[torch.Tensor]:
-        """Negative log-likelihood in nats of tokens 2, 3, ... of every window, float64 [len - 1] each.
+    def _batches(self, network, rows: list[list[int]], batch_size: int):
+        """Yield positions in `rows`, their ids [b, L] and the output of `network` on them; empty rows are left out.
 
-        Windows of similar length share a batch. Padding is on the right of a causal model, hence without influence.
+        Rows of similar length share a batch. Padding is on the right of a causal model, hence without influence.
         """
-        results: list[torch.Tensor] = [torch.zeros(0, dtype=torch.float64)] * len(windows)
-        order = sorted((i for i in range(len(windows)) if len(windows[i]) > 1), key=lambda i: -len(windows[i]))
+        order = sorted((i for i in range(len(rows)) if rows[i]), key=lambda i: -len(rows[i]))
         batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         device, was_training = self.model.device, self.model.training
         self.model.eval()
         for batch in evaluate.utils.logging.tqdm(batches, desc="Gen.-PPL", unit="batch", delay=5, leave=False):
-            lengths = [len(windows[i]) for i in batch]
+            lengths = torch.tensor([len(rows[i]) for i in batch])
             ids = torch.zeros(len(batch), lengths[0], dtype=torch.long)
-            for row, i in enumerate(batch):
-                ids[row, : lengths[row]] = torch.tensor(windows[i])
-            mask = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]
+            mask = torch.arange(lengths[0]) < lengths[:, None]
+            ids[mask] = torch.tensor([token for i in batch for token in rows[i]])
             ids, mask = ids.to(device), mask.long().to(device)
             with torch.autocast(device.type, enabled=False):  # the record promises the judge's own dtype
-                logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            for row, i in enumerate(batch):  # one row at a time: [L, V] in float32 is large enough
-                scores = logits[row, : lengths[row] - 1].float()
-                loss = torch.nn.functional.cross_entropy(scores, ids[row, 1 : lengths[row]], reduction="none")
-                results[i] = loss.cpu().double()
+                yield batch, ids, network(input_ids=ids, attention_mask=mask, use_cache=False)
         self.model.train(was_training)
+
+    def nll(self, windows: list[list[int]], batch_size: int) -> list[torch.Tensor]:
+        """Negative log-likelihood in nats of tokens 2, 3, ... of every window, float64 [len - 1] each."""
+        results: list[torch.Tensor] = [torch.zeros(0, dtype=torch.float64)] * len(windows)
+        for batch, ids, output in self._batches(self.model, windows, batch_size):
+            for row, i in enumerate(batch):  # one row at a time: [L, V] in float32 is large enough
+                length = len(windows[i])
+                scores = output.logits[row, : length - 1].float()
+                loss = torch.nn.functional.cross_entropy(scores, ids[row, 1:length], reduction="none")
+                results[i] = loss.cpu().double()
         return results
+
+    def features(self, rows: list[list[int]], batch_size: int) -> np.ndarray:
+        """The last hidden state at the last token of every row, float32 [N, d], as in MAUVE (arXiv:2102.01454)."""
+        found = {}
+        for batch, _, output in self._batches(self.model.base_model, rows, batch_size):
+            for row, i in enumerate(batch):
+                found[i] = output.last_hidden_state[row, len(rows[i]) - 1].float().cpu().numpy()
+        return np.array([found[i] for i in sorted(found)])
 
 
 def weights_digest(model_id: str) -> str | None:
@@ -164,6 +198,32 @@ def first_document(ids: list[int], eos_id: int | None) -> list[int]:
     start = next((i for i, token in enumerate(ids) if token != eos_id), len(ids))
     end = next((i for i in range(start, len(ids)) if ids[i] == eos_id), len(ids))
     return ids[max(start - 1, 0) : end + 1]
+
+
+def score(judge: Judge, rows: list[list[int]], mode: str, batch_size: int) -> tuple[list[float], list[int]]:
+    """For each row of judge ids its negative log-likelihood in nats and the number of tokens that it is over.
+
+    Raises:
+        ValueError: a likelihood is not finite.
+    """
+    if mode == "first_document":
+        rows = [first_document(row, judge.eos_id) for row in rows]
+    elif mode == "reference_padded" and judge.eos_id is not None:
+        longest = max(map(len, rows))
+        rows = [row + [judge.eos_id] * (len(row) < longest) for row in rows]
+    windows, owner = [], []
+    for i, row in enumerate(rows):
+        for start in range(0, len(row), judge.window):
+            windows.append(row[start : start + judge.window])
+            owner.append(i)
+    nll, num_tokens = [0.0] * len(rows), [0] * len(rows)
+    for i, window, loss in zip(owner, windows, judge.nll(windows, batch_size), strict=True):
+        weights = token_weights(window, judge.eos_id, mode)
+        nll[i] += float((loss * weights).sum())
+        num_tokens[i] += int(weights.sum())
+    if not all(map(math.isfinite, nll)):
+        raise ValueError(f"The judge {judge.name!r} gives non-finite values in {judge.dtype}. Use dtype='float32'.")
+    return nll, num_tokens
 
 
 def unigram_entropy(tokens: list) -> float:
@@ -216,6 +276,27 @@ def perplexity(nll: list[float], num_tokens: list[int]) -> tuple[float | None, f
         return value, None
     variance = len(s) / (len(s) - 1) * ((s - mean * n) ** 2).sum() / n.sum() ** 2
     return value, float(value * np.sqrt(variance))
+
+
+def mauve(p: np.ndarray, q: np.ndarray, settings: dict) -> dict:
+    """MAUVE (arXiv:2102.01454) of features [N, d] of samples and [M, d] of references, and its settings."""
+    from mauve import compute_mauve
+
+    used = {**MAUVE, **settings}
+    fewest = min(len(p), len(q))
+    buckets = max(2, round(fewest / 10)) if used["num_buckets"] == "auto" else used["num_buckets"]
+    if fewest < 2 * buckets:
+        raise ValueError(
+            f"MAUVE in {buckets} clusters needs at least {2 * buckets} samples and references that hold text; found "
+            f"{len(p)} and {len(q)}. Give more text, or a smaller num_buckets in mauve_settings."
+        )
+    curve = compute_mauve(p_features=p, q_features=q, **used | {"num_buckets": buckets}).divergence_curve
+    # The area under it. The library sorts the curve before, in an order that is open for ties: 0.5 to 1 for equal sets.
+    x, y = curve.T
+    value = ((x[:-1] - x[1:]) * (y[:-1] + y[1:])).sum() / 2
+    counts = {"num_buckets": buckets, "num_predictions": len(p), "num_references": len(q)}
+    used |= counts | {"version": importlib.metadata.version("mauve-text")}
+    return {"mauve": float(value), "mauve_settings": used}
 
 
 def words(text: str) -> list[str]:
@@ -306,6 +387,12 @@ def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], lis
     return texts, judge_rows, own_rows
 
 
+def plain(predictions) -> list:
+    """Lists in place of arrays and tensors."""
+    predictions = predictions.tolist() if hasattr(predictions, "tolist") else predictions
+    return [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
+
+
 def _check_ids(rows: list[list[int]], size: int, owner: str) -> None:
     low, high = min((min(row) for row in rows if row), default=0), max((max(row) for row in rows if row), default=0)
     if low < 0 or high >= size:
@@ -332,6 +419,7 @@ class GenPPL(evaluate.Metric):
         super().__init__(config_name, **kwargs)
         self._check(self._settings)
         self._judge_key, self._judge = None, None
+        self._references: tuple = (None, None, None)  # judge, rows, features
 
     def _info(self):
         return evaluate.MetricInfo(
@@ -358,14 +446,19 @@ class GenPPL(evaluate.Metric):
             value = settings[name]
             if value is not None and (not isinstance(value, int) or value < smallest):
                 raise ValueError(f"{name} is {value!r}. Use an integer of at least {smallest}.")
+        references, unknown = settings["mauve_references"], sorted(set(settings["mauve_settings"]) - set(MAUVE))
+        if unknown:
+            raise ValueError(f"Unknown mauve_settings {unknown}. Use some of {sorted(MAUVE)}.")
+        if references is not None and (isinstance(references, str) or len(references) == 0):
+            raise ValueError(f"mauve_references is {references!r}. Use a list of texts or of lists of ids.")
+        if references is not None and importlib.util.find_spec("mauve") is None:
+            raise ImportError('MAUVE needs mauve-text: pip install "tokendrift-hf[mauve]", or pip install mauve-text.')
 
     def add_batch(self, *, predictions=None, references=None, **kwargs):
         """Add generated texts (list of str) or token ids (lists, array or tensor) to what `compute` will score."""
         if isinstance(predictions, str):
             raise ValueError("predictions is a single string. Use a list of strings.")
-        if hasattr(predictions, "tolist"):
-            predictions = predictions.tolist()
-        predictions = [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
+        predictions = plain(predictions)
         if not predictions:
             raise ValueError("predictions is empty. Gen.-PPL needs at least one sample (an empty string is one).")
         super().add_batch(predictions=predictions, **kwargs)
@@ -376,6 +469,11 @@ class GenPPL(evaluate.Metric):
             raise ValueError("There is nothing to score. Pass predictions or call add_batch first.")
         self._check({**self._settings, **kwargs})  # before anything is written
         return super().compute(predictions=predictions, **kwargs)
+
+    @property
+    def judge(self) -> Judge:
+        """The judge that the settings given at construction name, loaded if it is not yet."""
+        return self._load_judge(self._settings)
 
     def _load_judge(self, settings) -> Judge:
         if settings["model"] is not None:
@@ -393,34 +491,30 @@ class GenPPL(evaluate.Metric):
             self._judge_key = key
         return self._judge
 
+    def _mauve(self, judge: Judge, rows: list[list[int]], tokenizer, settings, max_length) -> dict:
+        """MAUVE of the samples' judge ids; the features of the references are kept for the next compute."""
+        length = min(max_length, judge.window)
+        references = tokenize(plain(settings["mauve_references"]), judge, tokenizer)[1]
+        references = [row[:length] for row in references]
+        if (judge.model, references) != self._references[:2]:
+            self._references = (judge.model, references, judge.features(references, settings["batch_size"]))
+        samples = judge.features([row[:length] for row in rows], settings["batch_size"])
+        return mauve(samples, self._references[2], settings["mauve_settings"])
+
     def _compute(self, *, predictions, **kwargs):
         settings = {**self._settings, **kwargs}
         judge = self._load_judge(settings)
-        tokenizer, mode = settings["tokenizer"], settings["mode"]
+        tokenizer = settings["tokenizer"]
         max_length = settings["max_length"] or judge.window
         if isinstance(tokenizer, str):
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 
         texts, judge_rows, own_rows = tokenize(list(predictions), judge, tokenizer)
         cut_rows = [row[:max_length] for row in judge_rows]
-        scored_rows = cut_rows
-        if mode == "first_document":
-            scored_rows = [first_document(row, judge.eos_id) for row in cut_rows]
-        elif mode == "reference_padded" and judge.eos_id is not None:
-            longest = max(map(len, cut_rows))
-            scored_rows = [row + [judge.eos_id] * (len(row) < longest) for row in cut_rows]
-        windows, owner = [], []
-        for i, row in enumerate(scored_rows):
-            for start in range(0, len(row), judge.window):
-                windows.append(row[start : start + judge.window])
-                owner.append(i)
-        nll, num_tokens = [0.0] * len(texts), [0] * len(texts)
-        for i, window, loss in zip(owner, windows, judge.nll(windows, settings["batch_size"]), strict=True):
-            weights = token_weights(window, judge.eos_id, mode)
-            nll[i] += float((loss * weights).sum())
-            num_tokens[i] += int(weights.sum())
-        if not all(map(math.isfinite, nll)):
-            raise ValueError(f"The judge {judge.name!r} gives non-finite values in {judge.dtype}. Use dtype='float32'.")
+        similarity = {}
+        if settings["mauve_references"] is not None:
+            similarity = self._mauve(judge, cut_rows, tokenizer, settings, max_length)
+        nll, num_tokens = score(judge, cut_rows, settings["mode"], settings["batch_size"])
 
         rows = cut_rows if own_rows is None else own_rows
         reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts], rows)
@@ -430,6 +524,10 @@ class GenPPL(evaluate.Metric):
             notes.append(f"Only {len(texts)} samples: look at gen_ppl_se, and use hundreds for a figure to report.")
         if num_truncated:
             notes.append(f"{num_truncated} of {len(texts)} samples were cut to max_length = {max_length} judge tokens.")
+        if similarity:
+            counts = [similarity["mauve_settings"][f"num_{name}"] for name in ("predictions", "references")]
+            if min(counts) < FEW_FOR_MAUVE:
+                notes.append(f"MAUVE of {counts[0]} samples and {counts[1]} references: its authors ask for thousands.")
         for note in notes + reasons:
             warnings.warn(f"gen_ppl: {note}", stacklevel=2)
         gen_ppl, standard_error = perplexity(nll, num_tokens)
@@ -448,11 +546,13 @@ class GenPPL(evaluate.Metric):
             "warnings": notes,
             "judge_id": judge.name,
             "judge_revision": judge.revision,
-            "mode": mode,
+            "mode": settings["mode"],
             "dtype": judge.dtype,
             "max_length": max_length,
             "window": judge.window,
-            "versions": {module.__name__: module.__version__ for module in (torch, transformers, datasets, evaluate)},
+            "versions": {module.__name__: module.__version__ for module in (torch, transformers, datasets, evaluate)}
+            | {"gen_ppl": VERSION},
+            **similarity,
         }
         if settings["per_sample"]:
             record["per_sample"] = [
