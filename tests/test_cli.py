@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tokendrift_hf.cli import main
+from tokendrift_hf.loading import load_model, load_tokenizer
 
 TINY_RUN = """
 model: base
@@ -95,6 +97,10 @@ def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys, monk
     assert main(call) == 0
     plain = capsys.readouterr().out
     assert plain.startswith(prompt)
+    model, tokenizer = (load(text_files / "base") for load in (load_model, load_tokenizer))
+    ids = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
+    row = model.generate(torch.tensor([ids]), num_steps=2, max_length=16, seed=0)[0]
+    assert plain == tokenizer.decode(row[1:]) + "\n", "the prompt follows bos, as in training"
     assert main([*call, "--watch"]) == 0
     assert capsys.readouterr().out == plain
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

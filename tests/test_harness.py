@@ -64,6 +64,29 @@ def test_every_setting_has_a_file_of_its_own():
     assert len({Cell(**CELL | change).file_name for change in ({}, *changes)}) == 7
 
 
+def test_a_cell_counts_only_for_the_models_own_defaults_too(text_model, text_judge, tmp_path):
+    """generate() takes what is not asked for from the model: with other defaults the old cells are not used."""
+    model, names = copy.deepcopy(text_model[0]), set()
+    for change in ({}, {"top_k": 1}, {"noise_removal": "greedy"}):
+        for name, value in change.items():
+            setattr(model.generation_config, name, value)
+        names.add(Harness({"m": model}, text_model[1], text_judge, tmp_path).cell("m", 2, 1.0, 0, 4).file_name)
+    model.set_attn_implementation("eager")
+    names.add(Harness({"m": model}, text_model[1], text_judge, tmp_path).cell("m", 2, 1.0, 0, 4).file_name)
+    assert len(names) == 4
+
+
+def test_a_record_names_the_dtype_of_the_network_and_of_the_judge(text_model, text_judge, tmp_path):
+    harness = Harness({"m": text_model[0]}, text_model[1], text_judge, tmp_path, dtype="bfloat16")
+    (record,) = harness.run([harness.cell("m", 1, 1.0, 0, 2)])
+    assert (record["dtype"], record["judge_dtype"]) == ("bfloat16", "float32")
+
+
+def test_models_of_different_vocabularies_are_refused(text_model, text_judge, tmp_path):
+    with pytest.raises(ValueError, match="different numbers of tokens"):
+        Harness({"a": text_model[0], "b": tiny_model("mdlm")}, text_model[1], text_judge, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"num_steps": 0}, "num_steps=0"), ({"temperature": -0.1}, "0 is greedy"), ({"temperature": math.inf}, "inf")],

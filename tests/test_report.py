@@ -34,6 +34,13 @@ def test_the_table_shows_every_row_in_equally_many_cells():
     assert len({line.count("|") for line in lines}) == 1 and len(lines) == 5
 
 
+def test_a_temperature_that_does_not_reach_the_entropy_is_said():
+    rows = summarise([record("a", 0, 2.0, 1.0, temperature=0.7)])
+    rows = [row | {"matched": True, "beyond": beyond} for row, beyond in zip(rows, [True], strict=True)]
+    assert "(T = 0.7, the nearest tried)" in markdown_table(rows)
+    assert "(T = 0.7)" in markdown_table([row | {"beyond": False} for row in rows])
+
+
 def test_a_degenerate_row_and_a_missing_cell_are_visible():
     rows = summarise([record("a", 0, 2.0, 1.0, degenerate=True), record("b", 0, 3.0, 1.0, num_steps=8)])
     lines = markdown_table(rows).splitlines()

@@ -58,8 +58,8 @@ def test_a_run_that_was_cut_off_is_resumed_bit_for_bit(flags, recipe, tmp_path, 
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(DriftTrainer, "compute_loss", killed)
-    with pytest.raises(KeyboardInterrupt):
-        main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut")])
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut")]) == 130
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut"), "--resume", "--queue_size", "7"]) == 2
     assert not (tmp_path / "cut/results.json").exists() and (tmp_path / "cut/refined/checkpoint-4").is_dir()
     assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut"), "--resume"]) == 0
     assert len(calls) == 10 + 4, "it went on from checkpoint 4"
@@ -88,7 +88,7 @@ def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path
         capsys.readouterr()
         assert main([*call, "--resume", *changed]) == 2
         said = capsys.readouterr().err
-        assert "is finished, and was made with other settings" in said and f"'{changed[0][2:]}'" in said
+        assert "was made with other settings" in said and f"'{changed[0][2:]}'" in said
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
 
 

@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"tokendrift {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"tokendrift {options.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="real text (documentation, openwebtext, a file, a hub data set): adds its own "
         "line, Gen.-PPL at its entropy, and the NELBO perplexity of every model",
     )
-    evaluate.add_argument("--text-split", default="validation", help="split of --text (default validation)")
+    evaluate.add_argument("--text-split", help="split of --text (default validation, for files train)")
     evaluate.add_argument("--mauve", action="store_true", help="MAUVE against --text (needs tokendrift-hf[mauve])")
     evaluate.add_argument(
         "--match", nargs=2, metavar=("A", "B"), help="labels: sample A at B's entropy too, by its temperature"
@@ -159,7 +162,10 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     }
     inputs = {"num_samples": options.num_samples, "seed": options.seed}
     if options.prompt:
-        inputs["input_ids"] = torch.tensor([tokenizer(options.prompt, add_special_tokens=False)["input_ids"]])
+        # Every row that a model was trained on begins with bos.
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        prompt = tokenizer(options.prompt, add_special_tokens=False)["input_ids"]
+        inputs["input_ids"] = torch.tensor([bos + prompt])
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.config.max_position_embeddings
     if options.watch:
@@ -167,7 +173,8 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()
-    texts = tokenizer.batch_decode([row[:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
+    start = len(bos) if options.prompt else 0
+    texts = tokenizer.batch_decode([row[start:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
     record |= {name: value for name, value in output.settings.items() if value is not None}
     if options.output is None:
@@ -214,7 +221,8 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
         length = next(iter(models.values())).config.max_position_embeddings
         with state.main_process_first():  # the others find the packed rows in the cache
-            blocks = pack_documents(load_text(options.text, split=options.text_split), tokenizer, length)
+            split = options.text_split or ("train" if Path(options.text).exists() else "validation")
+            blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)
         text = blocks[: options.num_samples]["input_ids"]
     judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
     cells = options.output_dir / "cells"

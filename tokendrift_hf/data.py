@@ -70,7 +70,10 @@ def load_text(
     elif Path(name).exists() or Path(name).suffix in _BUILDERS:
         builder, files = _local_files(Path(name))
         options = {"sample_by": sample_by} if builder == "text" else {}
-        text = datasets.load_dataset(builder, data_files=files, split=split, streaming=streaming, **options)
+        try:
+            text = datasets.load_dataset(builder, data_files=files, split=split, streaming=streaming, **options)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(f"{name} cannot be read as {builder}: {error.__cause__ or error}") from error
     elif name in ("openwebtext", _OPENWEBTEXT):
         text = _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
     else:

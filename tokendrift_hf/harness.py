@@ -38,8 +38,8 @@ class Cell:
 
     Attributes:
         model: the model's label in the tables.
-        weights: digest of the model's weights.
-        scoring: digest of the judge and of all settings of `GenPPL`.
+        weights: digest of the model's weights, its generation defaults and its attention.
+        scoring: digest of the judge, of both tokenizers and of all settings of `GenPPL`.
         num_steps: sampling steps, which papers label NFE.
         temperature: of the clean-token prediction; 0 is greedy.
         seed: of the sampler.
@@ -77,7 +77,13 @@ class Cell:
 
 
 def _digest(settings) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _defaults(model: PreTrainedModel) -> dict:
+    """What decides a model's samples beside its weights and the arguments of `generate()`."""
+    defaults = {k: v for k, v in model.generation_config.to_diff_dict().items() if k != "transformers_version"}
+    return defaults | {"attn_implementation": model.config._attn_implementation}
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -117,10 +123,14 @@ class Harness:
         self.models, self.tokenizer, self.folder = models, tokenizer, folder
         self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
         self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
-        self.weights = {label: weights_digest(model) for label, model in models.items()}
+        sizes = {label: model.config.vocab_size - hasattr(model.process, "mask_id") for label, model in models.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
+        self.weights = {label: _digest([weights_digest(m), _defaults(m)]) for label, m in models.items()}
         scorer = self.metric.judge
         how = [judge.get(name) for name in ("mode", "max_length", "mauve_references", "mauve_settings")]
-        self.scoring = _digest([weights_digest(scorer.model), scorer.dtype, how])
+        readers = [reader.get_vocab() for reader in (tokenizer, scorer.tokenizer)]
+        self.scoring = _digest([weights_digest(scorer.model), scorer.dtype, how, readers])
 
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
         length = self.models[model].config.max_position_embeddings
@@ -161,7 +171,9 @@ class Harness:
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))
         ids, calls = self.draw(cell)
-        record = asdict(cell) | {"num_forward_calls": calls} | self.metric.compute(predictions=ids)
+        scores = self.metric.compute(predictions=ids)
+        scores["judge_dtype"] = scores.pop("dtype")  # `dtype` is the sampled network's
+        record = asdict(cell) | {"num_forward_calls": calls} | scores
         record["versions"] |= {"tokendrift_hf": __version__}
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -301,14 +313,19 @@ def evaluate_models(
         target = {row["num_steps"]: row for row in rows if row["model"] == refined and row["temperature"] == 1}
         lowered = harness.grid(num_steps, ENTROPY_CURVE, 1, num_samples, [base])
         curve = harness.run(lowered, f"{base} at lower temperatures")
-        matched = []
+        matched, beyond = [], {}
         for steps in num_steps:
             entropies = {record["temperature"]: record["entropy"] for record in curve if record["num_steps"] == steps}
-            temperature = round(matching_temperature(entropies, target[steps]["entropy"]), 3)
+            wanted = target[steps]["entropy"]
+            beyond[steps] = not min(entropies.values()) <= wanted <= max(entropies.values())
+            temperature = round(matching_temperature(entropies, wanted), 3)
             matched += harness.grid([steps], [temperature], num_seeds, num_samples, [base])
         found = harness.run(matched, f"{base} at equal entropy")
         records = records + [record for record in curve + found if record not in records]
-        rows += [row | {"model": f"{base} at equal entropy", "matched": True} for row in summarise(found)]
+        rows += [
+            row | {"model": f"{base} at equal entropy", "matched": True, "beyond": beyond[row["num_steps"]]}
+            for row in summarise(found)
+        ]
     return {"rows": rows, "curve": summarise(curve), "records": records} | compared
 
 

@@ -112,7 +112,10 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold fields, one 'name: value' a line; found {type(values).__name__}.")
-    values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
+    try:
+        values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
+    except yaml.YAMLError as error:
+        raise ValueError(f"A flag is not valid YAML: {error}") from error
     values = {name: _numbers(value) for name, value in values.items()}
 
     from .drift_config import DriftConfig

@@ -76,7 +76,9 @@ def _cells(rows: Rows) -> tuple[list[str], list[int], dict[tuple[str, int], Mapp
 
 
 def _line(row: Mapping, names: Sequence[str], pm: str) -> list[str]:
-    note = f" (T = {row['temperature']:g})" if row.get("matched") else ""
+    # Where no temperature tried gives the entropy, the row is not what its label says.
+    reached = ", the nearest tried" if row.get("beyond") else ""
+    note = f" (T = {row['temperature']:g}{reached})" if row.get("matched") else ""
     note += " (degenerate)" if row.get("degenerate") else ""
     line = [
         f"{row['gen_ppl']:.1f} {pm} {row['gen_ppl_sd']:.1f}{note}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ from .prompts import pack_prompts
 from .publish import files_to_publish, publish
 from .recipe import Recipe
 from .report import write_report
+
+SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
@@ -65,6 +68,8 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
             f"block_size={length} is longer than the model, which takes {base.config.max_position_embeddings} tokens."
         )
     judge = None if recipe.judge is None else load_judge(recipe.judge, main.device)
+    if judge is not None:  # a wrong sampler is noticed now, not after the training
+        base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampler)
     with main.main_process_first():  # the others find the packed rows in the cache
         splits = {
             name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
@@ -106,7 +111,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
     card.save(Path(main.output_dir))
     results["seconds"] = time.perf_counter() - start
-    (folder / "results.json").write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
+    _write_json(folder / "results.json", results)
     print(f"Done in {results['seconds']:.0f} s. Refined model: {main.output_dir}; everything else beside it.")
     if main.push_to_hub:
         print(f"Pushed to {publish(Path(main.output_dir), main)}")
@@ -156,30 +161,41 @@ def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> Dri
 
 def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: bool):
     folder = Path(training.config.output_dir)
-    if resume and (folder / "training.json").is_file():
-        history = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        old, new = history["settings"], _settings(recipe, training)
-        changed = {name: (old.get(name), value) for name, value in new.items() if old.get(name) != value}
+    asked = _settings(recipe, training)
+    if resume and (folder / SETTINGS).is_file():
+        old = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = {name: (old.get(name), value) for name, value in asked.items() if old.get(name) != value}
         if changed:
             raise ValueError(
-                f"The training in {folder} is finished, and was made with other settings (there, asked for now): "
-                f"{changed}. Name another --output_dir, or remove {folder} to have it made anew."
+                f"The training in {folder} was made with other settings (there, asked for now): {changed}. "
+                f"Name another --output_dir, or remove {folder} to have it made anew."
             )
-        return _trained(recipe, training), history
+        if (folder / "training.json").is_file():
+            return _trained(recipe, training), json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process:
+        _write_json(folder / SETTINGS, asked)
     trainer = _trainer(recipe, training, splits, tokenizer)
     before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
     trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
-    history = {"settings": _settings(recipe, training), "eval_loss_before": before}
-    history["log_history"] = trainer.state.log_history
+    history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
     if "validation" in splits:
         history["eval_loss"] = trainer.evaluate()["eval_loss"]
     trainer.card.add_losses(before, history.get("eval_loss"))
     trainer.save_model()
     history["card"] = vars(trainer.card)
     if PartialState().is_main_process:
-        (folder / "training.json").write_text(json.dumps(history, indent=2), encoding="utf-8")
+        _write_json(folder / "training.json", history)
     PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
     return _trained(recipe, training).to(training.config.device), history
+
+
+def _write_json(path: Path, value: dict) -> None:
+    """In one step that cannot be seen half-done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _settings(recipe: Recipe, training: Training) -> dict:

@@ -9,16 +9,16 @@ removal can change any token. The repeats are interleaved and the best of each c
 memory rises above the model: by one backbone call, and by generate().
 
 Measured with torch 2.13 on one thread of a shared Xeon, float32, B = 1, by CPU time (`--threads 1 --clock cpu`; 170m is
-the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2). With the
-last memory savings, which only the rows of N = 64 have, N = 4 / 16 gave 1.053 / 0.949 (MDLM, once), 1.607 and 1.721 /
-1.158 (DUO, best of 2 and once / once):
+the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2). Pieces
+of several runs: the DUO lines of N = 4 and 16 are the final code, without the last column, which is from the run before
+(2.30 and 2.73 with 8.97 s and 25.70 s); the other lines precede a halving of the logits held at a time:
 
     size   model    N  generate  backbone x N  generate/backbone  straightforward  straightforward/generate
     170m   mdlm     4     6.15s         5.75s              1.069           22.91s                      3.73
     170m   mdlm    16    21.52s        22.53s              0.955           79.62s                      3.70
     170m   mdlm    64    87.15s        90.34s              0.965                -                         -
-    170m   duo      4     8.97s         5.51s              1.628           20.63s                      2.30
-    170m   duo     16    25.70s        21.90s              1.174           70.11s                      2.73
+    170m   duo      4    10.06s         6.21s              1.618                -                      2.30
+    170m   duo     16    29.67s        24.74s              1.200                -                      2.73
     170m   duo     64    92.25s        92.56s              0.997                -                         -
     small  mdlm  1000     4.97s        22.95s              0.217           69.04s                     13.88
     small  duo   1000    14.81s        20.01s              0.740           62.38s                      4.21
@@ -26,8 +26,9 @@ last memory savings, which only the rows of N = 64 have, N = 4 / 16 gave 1.053 /
 The last ratio is bounded by straightforward / backbone, 3.5 for MDLM at N = 16 here, unless generate() takes less time
 than the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only.
 
-Memory at 170m, N = 1, above the model: one backbone call of B = 1 60 to 157 MB (what the allocator had free before
-differs from run to run); generate() of B = 4 / 8: MDLM 126 / 67 MB, DUO 171 / 267 MB, so at most 111 MB more than that.
+Memory at 170m, N = 1, B = 8, above the model (`--memory --batch 8 --steps 1 --threads 1`): generate() 129 MB (MDLM) and
+87 MB (DUO); with temperature 0.9, top_k 50 and top_p 0.9: 163, 163, 113 and 148, 125, 89 MB. One backbone call of B = 1
+alone takes 137 and 60 MB there; what the allocator had free before differs from run to run.
 
 Not run on a GPU yet; meant for it: `--device cuda --batch 8 --steps 16 --dtype bfloat16 --compile`.
 """
