@@ -228,7 +228,7 @@ def test_openwebtext_is_read_from_its_parquet_form(hub, caplog):
     assert "has 10 documents to train on where the releases had 7913769" in caplog.text
     load_text("openwebtext", split="validation", revision="abc")
     for (args, kwargs), split, revision in zip(
-        hub, ["train[:-100000]", "train[-100000:]"], ["refs/convert/parquet", "abc"], strict=True
+        hub, ["train[:-100000]", "train[-100000:]"], ["b4325f019c648b1641a1784748667e8b74e5e064", "abc"], strict=True
     ):
         assert args == ("Skylion007/openwebtext",)
         assert kwargs == {"split": split, "revision": revision}

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # The dataset's main branch holds a loading script, which datasets 4 no longer runs; the hub's own parquet conversion
 # of it holds the same 8,013,769 documents.
 _OPENWEBTEXT = "Skylion007/openwebtext"
-_OPENWEBTEXT_REVISION = "refs/convert/parquet"
+_OPENWEBTEXT_REVISION = "b4325f019c648b1641a1784748667e8b74e5e064"  # the release as parquet
 _OPENWEBTEXT_DOCUMENTS = 8_013_769
 _OPENWEBTEXT_VALIDATION = 100_000
 

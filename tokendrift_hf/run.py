@@ -224,6 +224,7 @@ def _rehearse(recipe: Recipe, arguments: dict, splits: dict, tokenizer) -> dict:
         training = trainings(recipe, arguments | {"push_to_hub": False}, Path(scratch))[0]
         trainer = _trainer(recipe, training, splits, tokenizer)
         trainer.save_model()
+        _write_json(Path(training.config.output_dir) / SETTINGS, _settings(recipe, training))
         files = files_to_publish(Path(training.config.output_dir))
     if PartialState().is_main_process:
         print(f"A push would upload to {arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
