@@ -37,14 +37,18 @@ def recorded_settings(args: DriftConfig, num_processes: int) -> dict:
     }
 
 
+def changed_settings(old: dict, new: dict) -> dict:
+    """Name -> (old, new) of the settings that differ."""
+    return {name: (old.get(name), value) for name, value in new.items() if old.get(name) != value}
+
+
 def warn_of_changes(folder: Path, settings: dict) -> None:
     """Warn if the checkpoint in `folder` has other `settings`.
 
     Raises:
         ValueError: as `read_manifest`.
     """
-    old = read_manifest(folder)["settings"]
-    changed = {name: (old.get(name), value) for name, value in settings.items() if old.get(name) != value}
+    changed = changed_settings(read_manifest(folder)["settings"], settings)
     if changed:
         logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
 

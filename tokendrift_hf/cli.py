@@ -194,7 +194,7 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     from accelerate import PartialState
 
     from .data import load_text, pack_documents
-    from .harness import Harness, evaluate_models
+    from .harness import Harness, evaluate_models, write_json
     from .loading import load_judge, load_model, load_tokenizer
     from .report import paper_rows, write_report
 
@@ -232,7 +232,7 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
     if state.is_main_process:
         print(write_report(results, options.output_dir, options.paper))
-        (options.output_dir / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+        write_json(options.output_dir / "results.json", results)
     return 0
 
 

@@ -25,8 +25,8 @@ from .hub.process_tokendrift import AbsorbingProcess, UniformProcess, stratified
 
 logger = logging.getLogger(__name__)
 
-# The dataset's main branch holds a loading script, which datasets 4 no longer runs; the hub's own parquet conversion
-# of it holds the same 8,013,769 documents.
+# Earlier commits of the dataset hold a loading script, which datasets 4 no longer runs. The releases of MDLM and DUO
+# had 8,013,769 documents.
 _OPENWEBTEXT = "Skylion007/openwebtext"
 _OPENWEBTEXT_REVISION = "b4325f019c648b1641a1784748667e8b74e5e064"  # the release as parquet
 _OPENWEBTEXT_DOCUMENTS = 8_013_769

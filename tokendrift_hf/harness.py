@@ -76,6 +76,14 @@ class Cell:
         return f"{label}-steps{self.num_steps}-T{self.temperature:g}-seed{self.seed}-{digest}.json"
 
 
+def write_json(path: Path, value: dict) -> None:
+    """Write in one step that cannot be seen half-done; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def _digest(settings) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -175,10 +183,7 @@ class Harness:
         scores["judge_dtype"] = scores.pop("dtype")  # `dtype` is the sampled network's
         record = asdict(cell) | {"num_forward_calls": calls} | scores
         record["versions"] |= {"tokendrift_hf": __version__}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, record)
         return record
 
     def draw(self, cell: Cell) -> tuple[list[list[int]], int]:

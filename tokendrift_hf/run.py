@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +16,10 @@ from transformers import set_seed
 
 from .budget import budget, describe, matmul_rate
 from .cards import Card
-from .checkpoint import recorded_settings
+from .checkpoint import changed_settings, recorded_settings
 from .data import load_text, pack_documents
 from .drift_trainer import DriftTrainer
-from .harness import Harness, evaluate_models
+from .harness import Harness, evaluate_models, write_json
 from .loading import load_judge, load_model, load_tokenizer
 from .lora import merge_adapter
 from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
@@ -111,7 +110,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
     card.save(Path(main.output_dir))
     results["seconds"] = time.perf_counter() - start
-    _write_json(folder / "results.json", results)
+    write_json(folder / "results.json", results)
     print(f"Done in {results['seconds']:.0f} s. Refined model: {main.output_dir}; everything else beside it.")
     if main.push_to_hub:
         print(f"Pushed to {publish(Path(main.output_dir), main)}")
@@ -163,8 +162,7 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
     folder = Path(training.config.output_dir)
     asked = _settings(recipe, training)
     if resume and (folder / SETTINGS).is_file():
-        old = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = {name: (old.get(name), value) for name, value in asked.items() if old.get(name) != value}
+        changed = changed_settings(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), asked)
         if changed:
             raise ValueError(
                 f"The training in {folder} was made with other settings (there, asked for now): {changed}. "
@@ -174,7 +172,7 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
             return _trained(recipe, training), json.loads((folder / "training.json").read_text(encoding="utf-8"))
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
-        _write_json(folder / SETTINGS, asked)
+        write_json(folder / SETTINGS, asked)
     trainer = _trainer(recipe, training, splits, tokenizer)
     before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
     trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
@@ -185,17 +183,9 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
     trainer.save_model()
     history["card"] = vars(trainer.card)
     if PartialState().is_main_process:
-        _write_json(folder / "training.json", history)
+        write_json(folder / "training.json", history)
     PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
     return _trained(recipe, training).to(training.config.device), history
-
-
-def _write_json(path: Path, value: dict) -> None:
-    """In one step that cannot be seen half-done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _settings(recipe: Recipe, training: Training) -> dict:
@@ -224,7 +214,7 @@ def _rehearse(recipe: Recipe, arguments: dict, splits: dict, tokenizer) -> dict:
         training = trainings(recipe, arguments | {"push_to_hub": False}, Path(scratch))[0]
         trainer = _trainer(recipe, training, splits, tokenizer)
         trainer.save_model()
-        _write_json(Path(training.config.output_dir) / SETTINGS, _settings(recipe, training))
+        write_json(Path(training.config.output_dir) / SETTINGS, _settings(recipe, training))
         files = files_to_publish(Path(training.config.output_dir))
     if PartialState().is_main_process:
         print(f"A push would upload to {arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
