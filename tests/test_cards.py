@@ -64,7 +64,7 @@ def test_card_of_a_run(kind, text_model, tmp_path):
         ("gen_ppl", 4): 25.0, ("gen_ppl", 16): 6.25, ("entropy", 4): 5.25, ("entropy", 16): 5.25,
     }  # fmt: skip
     settings = {"num_steps": 4, "temperature": 1.0, "num_seeds": 3}
-    settings |= {"judge": "my-judge", "num_samples": 64, "sampler": "ancestral"}
+    settings |= {"judge": "a local model named my-judge", "num_samples": 64, "sampler": "ancestral"}
     assert found["gen_ppl", 4].metric_args == settings
     for promised in (
         "local checkpoint named `my-base`", "`corpus.jsonl`", TABLE, "4.5000 before", "| learning_rate | `1.0` |",

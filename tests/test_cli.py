@@ -211,6 +211,31 @@ def test_two_processes_evaluate_like_one(text_files, tmp_path):
     assert "| real text |" in outputs[0] and "| real text |" not in outputs[1], "the first process alone prints"
 
 
+def test_evaluate_never_writes_over_other_results(text_files, tmp_path, capsys):
+    """Neither a training's nor those of other models; its own it extends."""
+    base, judge = str(text_files / "base"), str(text_files / "judge")
+    call = ["evaluate", f"a={base}", "--judge", judge, "--num-samples", "2", "--seeds", "1", "--num-steps"]
+    out = ["--output-dir", str(tmp_path / "out")]
+    assert main([*call, "1", *out]) == 0 and main([*call, "1", "2", *out]) == 0
+    results = (tmp_path / "out" / "results.json").read_bytes()
+    assert {row["num_steps"] for row in json.loads(results)["rows"]} == {1, 2}
+    assert main([*call, "1", *out, "--judge", base]) == 2
+    assert "other models, and nothing is overwritten" in capsys.readouterr().err
+    assert (tmp_path / "out" / "results.json").read_bytes() == results
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"recipe": {}, "rows": []}')
+    assert main([*call, "1", "--output-dir", str(tmp_path / "run")]) == 2
+    assert "the results of a training, and nothing is overwritten" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_shows_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "a", "b", "--emma"])
+    error = capsys.readouterr().err
+    assert "usage: tokendrift convert" in error and "--no-ema" in error and "--emma" in error
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -252,6 +277,8 @@ def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, mon
         ({"--dataset": "empty.jsonl"}, "empty|no documents|no text"),
         ({"--block_size": "999"}, "block_size=999 is longer than the model"),
         ({"--queue_size": "-1"}, "queue_size=-1"),
+        ({"--encoder": "nowhere"}, "The encoder 'nowhere' cannot be loaded"),
+        ({"--report_to": "nobody"}, "nobody is not supported"),
         ({"--objective": "magic"}, "objective='magic' is not known"),
     ],
 )
@@ -264,4 +291,4 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(recipe, text_files, 
     assert main(["train", recipe, "--output_dir", str(tmp_path / "run"), *words]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
-    assert not (tmp_path / "run").exists()
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

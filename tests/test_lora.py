@@ -29,7 +29,6 @@ def saved_base(folder: Path, kind: str = "mdlm"):
 
 def refined(folder: Path, model, lora=None, **fields):
     """A trainer after three steps on adapters of the model."""
-    torch.manual_seed(0)
     trainer = make_trainer(folder / "run", model=model, arguments={"peft_config": lora or lora_config(r=2)}, **fields)
     trainer.train()
     return trainer
@@ -100,7 +99,7 @@ def test_training_with_the_shared_base_is_training_with_a_copy(tmp_path):
     for objective in ("feature", "mirror_kl"):
         weights = []
         for encoder in ("base", None):
-            torch.manual_seed(0)
+            torch.manual_seed(len(weights))  # of no consequence: adapters start from the seed of the run
             arguments = {"peft_config": lora_config("linear", r=2), "encoder": encoder}
             fields = {"objective": objective, "optim": "adamw_torch", "learning_rate": 1e-2}
             trainer = make_trainer(tmp_path / "run", model=tiny_model("mdlm"), arguments=arguments, **fields)

@@ -142,7 +142,7 @@ def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tm
     listed = {line.split(" bytes  ")[1].strip() for line in rehearsal.splitlines() if " bytes  " in line}
     assert promised <= listed and set(files) - listed == {"training.json"} and listed <= set(files)
     card = files["README.md"].decode()
-    assert "name: Gen.-PPL at 2 steps" in card and "judge: judge" in card
+    assert "name: Gen.-PPL at 2 steps" in card and "judge: a local model named judge" in card
     for name, content in files.items():
         assert str(text_files).encode() not in content, f"{name} tells where the base lies"
 

@@ -40,8 +40,10 @@ def _write(tmp_path, text):
         ("model: x\nbf16: 1", "bf16 must be bool"),
         ("model: x\nnum_steps: 4", "num_steps must be list"),
         ("model: x\nnum_steps: [4, 0]", "num_steps=.*at least 1"),
-        ("model: x\nsampling_temperatures: [1, -1]", "sampling_temperatures=.*positive"),
-        ("model: x\nsampling_temperatures: [0]", "sampling_temperatures=.*positive"),
+        ("model: x\nsampling_temperatures: [1, -1]", "sampling_temperatures=.*at least 0"),
+        ("model: x\nsampling_temperatures: []", "sampling_temperatures=.*one or more"),
+        ("model: x\njudge: x\nsampling_temperatures: [0, 0.9]", "Add 1 to them, or set match_entropy: false"),
+        ("model: x\nrevision: 1234567", "revision must be str | null, but it is 1234567"),
         ("model: x\nnum_samples: 0", "num_samples=0: it must be at least 1"),
         ("model: x\nblock_size: 1", "block_size=1"),
         ("max_steps: 3", "the field model is missing"),
@@ -57,6 +59,8 @@ def test_wrong_recipes_are_refused(tmp_path, text, message):
 def test_missing_recipe_is_named(tmp_path):
     with pytest.raises(ValueError, match="no recipe .*nowhere.yaml"):
         read_recipe(tmp_path / "nowhere.yaml", {})
+    with pytest.raises(ValueError, match="no recipe .*Give a YAML file"):
+        read_recipe(tmp_path, {})
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path):
@@ -72,6 +76,15 @@ def test_flags_override_the_file(tmp_path):
     assert recipe.num_steps == [8, 16]
     recipe, arguments = read_recipe(path, flags(["--num-steps", "8", "--save_strategy", "no"]))
     assert recipe.num_steps == [8] and arguments["save_strategy"] == "no"
+
+
+def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path):
+    path = _write(tmp_path, "model: x\nrevision: '12e4567'\nsampling_temperatures: [0, 1]")
+    recipe, _ = read_recipe(path, {})
+    assert recipe.revision == "12e4567" and recipe.sampling_temperatures == [0, 1]
+    recipe, arguments = read_recipe(path, flags(["--revision", "1234567", "--run_name", "2026-11-28"]))
+    assert recipe.revision == "1234567" and arguments["run_name"] == "2026-11-28"
+    assert read_recipe(path, flags(["--revision", "null"]))[0].revision is None
 
 
 @pytest.mark.parametrize(("words", "message"), [(["--max_steps"], "needs a value"), (["5"], "unexpected argument")])

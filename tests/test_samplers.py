@@ -210,36 +210,50 @@ def test_controls_against_their_definition():
 def test_time_grids():
     linear = samplers.time_grid("linear", 4, [0, 0])
     torch.testing.assert_close(torch.tensor(linear), recorded("psi_schedules")["grid.linear.4"])
-    loop = samplers.time_grid("linear-constant-linear-0.9-inv", 16, [0.45, 0.5])
-    theirs = recorded("psi_schedules")["loop_0.01.log-linear.16.t"]
-    torch.testing.assert_close(torch.tensor(loop)[:-1], theirs[:-1])
-    assert loop[-1] == pytest.approx(1e-5)  # theirs stops at the plateau, 0.1, when the last part has one step
+    for spec, run in (("0.9-inv", "loop_0.01"), ("0.1", "loop_noinv")):
+        loop = samplers.time_grid(f"linear-constant-linear-{spec}", 16, [0.45, 0.5])
+        theirs = recorded("psi_schedules")[f"{run}.log-linear.16.t"]
+        torch.testing.assert_close(torch.tensor(loop)[:-1], theirs[:-1])
+        assert loop[-1] == pytest.approx(1e-5)  # theirs stops at the plateau, 0.1, when the last part has one step
+    no_descent = samplers.time_grid("linear-constant-linear-0.1", 4, [0.45, 0.5])
+    assert no_descent == pytest.approx([1, 0.55, 0.1, 0.1, 0.1]), "noise removal goes down from the plateau"
     cosine = samplers.time_grid("cosine", 8, [0, 0])
     assert cosine[0] == 1 and cosine[-1] == pytest.approx(1e-5) and sorted(cosine, reverse=True) == cosine
     assert samplers.time_grid([0.9, 0.5, 0.1], 2, [0, 0]) == [0.9, 0.5, 0.1]
 
 
+def recorded_alphas(run, schedule, N):
+    """alpha at the recorded times, by either of the reference's noise schedules."""
+    times = recorded("psi_schedules")[f"{run}.{schedule}.{N}.t"].double()
+    signal = (1 - 1e-3) * times
+    return (1 - signal if schedule == "log-linear" else 1 - torch.cos(torch.pi / 2 * (1 - signal))).tolist()
+
+
 @pytest.mark.parametrize("run", ["pure_posterior", "pure_pc", "constant_0.3", "max_capped_0.01", "max_capped_0.4_flat"])
+@pytest.mark.parametrize("schedule", ["log-linear", "cosine"])
 @pytest.mark.parametrize("N", [4, 16])
-def test_kappas_equal_the_recorded_ones(run, N):
+def test_kappas_equal_the_recorded_ones(run, schedule, N):
     """At every step but the last of a segment, which the reference sets to 1 (see `kappas`)."""
     psi = json.loads(safe_open(FIXTURES / "psi_schedules.safetensors", "pt").metadata()["json"])["runs"][run]
     fixture = recorded("psi_schedules")
     fractions = [psi["high_frac"], psi["middle_frac"]]
-    alphas = [1 - (1 - 1e-3) * t for t in fixture[f"{run}.log-linear.{N}.t"].double().tolist()]
+    alphas = recorded_alphas(run, schedule, N)
     ours = samplers.kappas([psi["high_mode"], psi["middle_mode"], psi["low_mode"]], fractions, alphas)
-    theirs = fixture[f"{run}.log-linear.{N}.kappa"][:-1]
+    theirs = fixture[f"{run}.{schedule}.{N}.kappa"][:-1]
     # constant_0.3: 12 of 17 points early or middle there, 5 + 6 of 16 steps here; the step at the seam may differ
     seam = [round(fractions[0] * N) + round(fractions[1] * N)] if "constant" in run else []
     for i, (a, b) in enumerate(zip(ours, theirs.tolist(), strict=True)):
         assert a == pytest.approx(b, abs=2e-5) or i in seam, (i, a, b)
 
 
-def test_remdm_loop_keeps_its_plateau():
-    fixture = recorded("psi_schedules")
-    alphas = [1 - (1 - 1e-3) * t for t in samplers.time_grid("linear-constant-linear-0.9-inv", 16, [0.45, 0.5])]
-    ours = samplers.kappas(["pure-posterior", "constant-remdm-0.01", "pure-posterior"], [0.45, 0.5], alphas)
-    assert ours[8:15] == pytest.approx(fixture["loop_0.01.log-linear.16.kappa"][8:15].tolist(), abs=2e-5)
+@pytest.mark.parametrize(
+    ("run", "schedule", "eta"),
+    [("loop_0.01", "log-linear", 0.01), ("loop_noinv", "log-linear", 0.02), ("loop_noinv", "cosine", 0.02)],
+)
+def test_remdm_loop_keeps_its_plateau(run, schedule, eta):
+    alphas, fixture = recorded_alphas(run, schedule, 16), recorded("psi_schedules")
+    ours = samplers.kappas(["pure-posterior", f"constant-remdm-{eta}", "pure-posterior"], [0.45, 0.5], alphas)
+    assert ours[8:15] == pytest.approx(fixture[f"{run}.{schedule}.16.kappa"][8:15].tolist(), abs=2e-5)
     assert ours[:7] == [1.0] * 7 and ours[15] == 1.0
 
 

@@ -52,7 +52,7 @@ def _register() -> None:
 
 
 # The command answers --help in a fraction of a second: it registers the models itself, once it needs them.
-if Path(sys.argv[0]).stem != "tokendrift":
+if Path(sys.argv[0]).name not in ("tokendrift", "tokendrift.exe"):
     _register()
 
     from .metrics import install_shim

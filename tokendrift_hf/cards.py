@@ -107,7 +107,9 @@ class Card:
     ) -> None:
         """The rows that `harness.summarise` made; those with this label are the model's own."""
         self.results = [row for row in rows if row["model"] == label and _finite(row["gen_ppl"])]
-        self.evaluation = {"judge": _public_name(judge)[0], "num_samples": num_samples, "sampler": sampler}
+        name, is_local = _public_name(judge)
+        judge = f"a local model named {name}" if is_local else name
+        self.evaluation = {"judge": judge, "num_samples": num_samples, "sampler": sampler}
         self.table = table
 
     def render(self) -> ModelCard:

@@ -130,4 +130,7 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
             logger.warning("Skipping %s", error)
             continue
         return path
-    raise ValueError(f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(found)}).")
+    raise ValueError(
+        f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(found)}). To begin anew, "
+        "remove the incomplete ones, or name another output directory."
+    )

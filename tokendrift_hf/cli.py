@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(argv)
     if rest and options.command != "train":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     print("Loading libraries ...", file=sys.stderr, flush=True)
     try:
         from . import _register
@@ -108,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--model", choices=["mdlm", "duo"], help="if nothing in SRC says which it is")
     convert.add_argument("--no-ema", action="store_true", help="take the raw weights, not their moving average")
     convert.set_defaults(run=run_convert)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage an error shows
     return parser
 
 
@@ -213,6 +215,13 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
         raise ValueError("--mauve compares samples with real text. Name it with --text.")
     if options.paper is not None:
         paper_rows(options.paper, options.num_steps)
+    results, path = {"models": named, "judge": options.judge}, options.output_dir / "results.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else results
+    if {name: before.get(name) for name in results} != results:
+        raise ValueError(
+            f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
+            "overwritten. Name another --output-dir."
+        )
     # A process may wait for the others as long as a cell takes, not ten minutes.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     models = {label: load_model(path).to(state.device) for label, path in named.items()}
@@ -228,11 +237,10 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     cells = options.output_dir / "cells"
     harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
     grid = (options.num_steps, options.temperatures, options.seeds, options.num_samples)
-    results = {"models": named, "judge": options.judge}
     results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
     if state.is_main_process:
         print(write_report(results, options.output_dir, options.paper))
-        write_json(options.output_dir / "results.json", results)
+        write_json(path, results)
     return 0
 
 

@@ -123,6 +123,9 @@ class DriftConfig(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        _number("learning_rate", self.learning_rate, at_least=0)
+        if self.max_steps == 0:
+            raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
         _choice("objective", self.objective, OBJECTIVES)
         _choice("encoder_input", self.encoder_input, ENCODER_INPUTS)
         _choice("drift_kernel", self.drift_kernel, KERNELS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import has_length
 
@@ -33,7 +33,7 @@ from .drift import drift_field
 from .drift_config import DriftConfig
 from .ema import UpdateEMA, WeightEMA
 from .encoder import FrozenEncoder
-from .gather import gather_rows, own_rows, sum_over_processes
+from .gather import gather_rows, own_rows, row_counts, sum_over_processes
 from .hub.process_tokendrift import stratified_times
 from .lift import soft_lift, token_entropy
 from .lora import add_adapters, hide_local_base
@@ -107,6 +107,7 @@ class DriftTrainer(Trainer):
         if drifts and encoder is None:
             self.encoder = FrozenEncoder.copy_of(model, **settings)
         if peft_config is not None:
+            set_seed(args.seed)  # adapters start at random, and before the Trainer sets it
             model = add_adapters(model, peft_config)
         if drifts and encoder is not None:
             self.encoder = FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
@@ -170,14 +171,16 @@ class DriftTrainer(Trainer):
         step = self.state.global_step
         micro = self._micro_step[1] if self._micro_step[0] == step else 0
         self._micro_step = (step, micro + 1)
-        rows, num_rows = own_rows(self.accelerator, inputs["input_ids"])
+        counts = row_counts(self.accelerator, inputs["input_ids"])
+        rows, num_rows = own_rows(self.accelerator, counts), sum(counts)
         batch, noise = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
         outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
         # The processes' gradients are averaged; these factors make that the mean over all rows and all tokens.
         processes = self.accelerator.num_processes
         loss = torch.zeros((), device=outputs.logits.device)
         if self.args.objective != "none":
-            loss = loss + self._drift_loss(outputs.logits, batch, noise.order) * (len(rows) * processes / num_rows)
+            drift_loss = self._drift_loss(outputs.logits, batch, noise.order, counts)
+            loss = loss + drift_loss * (len(rows) * processes / num_rows)
         if self.args.base_loss_weight > 0:
             totals, counts = row_nelbo(self.process, outputs.logits, batch)
             base_loss = totals.sum() * processes / self._sum(counts.sum()).clamp_min(1)
@@ -191,8 +194,11 @@ class DriftTrainer(Trainer):
             )
         return (loss, outputs) if return_outputs else loss
 
-    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch, order: Tensor) -> Tensor:
-        """The objective of this process's rows; `order` [B, L] of uniforms chooses the positions of token features."""
+    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch, order: Tensor, counts: list[int]) -> Tensor:
+        """The objective of this process's rows; every process has `counts` of them.
+
+        `order` [B, L], of uniforms, chooses the positions of token features.
+        """
         args, E = self.args, self.encoder.embedding
         logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
         positions = None
@@ -207,8 +213,9 @@ class DriftTrainer(Trainer):
                 u = self.encoder(E[batch.x_0.clamp_max(last)], batch.attention_mask, positions)
         all_h, all_u, own = h.detach(), u, range(len(h))
         if args.gather_features:
-            own, _ = own_rows(self.accelerator, h)
-            all_h, all_u = gather_rows(self.accelerator, torch.cat([h.detach(), u], dim=1)).chunk(2, dim=1)
+            counts = [count * (len(h) // len(logits)) for count in counts]  # of features: one or more a row
+            own = own_rows(self.accelerator, counts)
+            all_h, all_u = gather_rows(self.accelerator, torch.cat([h.detach(), u], dim=1), counts).chunk(2, dim=1)
         real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
         drift = drift_field(
             all_h,
@@ -225,7 +232,7 @@ class DriftTrainer(Trainer):
         self.diagnostics.note(queue_fill=queue_fill, token_entropy=token_entropy(logits.detach(), batch.predicted))
         V = drift.field[own.start : own.stop]
         if args.objective == "feature":
-            loss, _ = feature_loss(h, V, args.drift_scale)
+            loss = feature_loss(h, V, args.drift_scale)
         else:
             step = {"step_size": args.mirror_step_size} if args.mirror_eta is None else {"eta": args.mirror_eta}
             divergence = args.objective.removeprefix("mirror_")

@@ -94,7 +94,7 @@ class FrozenEncoder:
         """What a user may name as the encoder of `model`, the model that is trained: see `DriftTrainer`.
 
         Raises:
-            ValueError: the trained model itself; "base" with activation checkpointing or as in `without_adapters`.
+            ValueError: no model there; the trained model itself; "base" with activation checkpointing or as in `without_adapters`.
         """
         if isinstance(encoder, str) and encoder == "base":
             if checkpointing:
@@ -111,9 +111,15 @@ class FrozenEncoder:
         if isinstance(encoder, FrozenEncoder):
             return encoder
         if isinstance(encoder, (str, os.PathLike)):
-            config, _ = PreTrainedConfig.get_config_dict(encoder)
-            ours = config.get("model_type") in CLASSES
-            encoder = load_model(str(encoder)) if ours else AutoModel.from_pretrained(encoder, dtype=torch.float32)
+            try:
+                config, _ = PreTrainedConfig.get_config_dict(encoder)
+                ours = config.get("model_type") in CLASSES
+                encoder = load_model(str(encoder)) if ours else AutoModel.from_pretrained(encoder, dtype=torch.float32)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"The encoder {str(encoder)!r} cannot be loaded. It is 'base' with LoRA, or a directory or hub id "
+                    f"of a model with the same tokenizer. {str(error).splitlines()[0]}"
+                ) from error
         return cls(encoder, **kwargs)
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -14,19 +16,19 @@ def row_counts(accelerator: Accelerator, x: Tensor) -> list[int]:
     return accelerator.gather(torch.tensor([len(x)], device=x.device)).tolist()
 
 
-def own_rows(accelerator: Accelerator, x: Tensor) -> tuple[range, int]:
-    """The positions of this process's rows among those of all processes, and the number of all."""
-    counts = row_counts(accelerator, x)
+def own_rows(accelerator: Accelerator, counts: Sequence[int]) -> range:
+    """The positions of this process's rows among those of all processes, which hold `counts` of them."""
     first = sum(counts[: accelerator.process_index])
-    return range(first, first + len(x)), sum(counts)
+    return range(first, first + counts[accelerator.process_index])
 
 
-def gather_rows(accelerator: Accelerator, x: Tensor) -> Tensor:
-    """The rows of all processes in order of rank, also when they hold different numbers of them. No gradient."""
+def gather_rows(accelerator: Accelerator, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """The rows of all processes in order of rank, which hold `counts` of them. No gradient."""
+    x = x.detach()
     if accelerator.num_processes == 1:
-        return x.detach()
-    counts = row_counts(accelerator, x)
-    gathered = accelerator.gather(accelerator.pad_across_processes(x.detach())).split(max(counts))
+        return x
+    padding = x.new_zeros(max(counts) - len(x), *x.shape[1:])
+    gathered = accelerator.gather(torch.cat([x, padding])).split(max(counts))
     return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
 
 

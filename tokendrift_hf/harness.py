@@ -20,6 +20,7 @@ from statistics import mean, stdev
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -207,6 +208,15 @@ class Harness:
             calls = output.num_forward_calls
         return ids, calls
 
+    def nelbo(self, rows: torch.Tensor, num_draws: int) -> dict[str, dict]:
+        """label -> `nelbo_perplexity` of every model on real text [N, L]; the processes share the models out."""
+        state, labels = PartialState(), list(self.models)
+        own = labels[state.process_index :: state.num_processes]
+        bar = tqdm(own, desc="NELBO", unit="model", disable=not state.is_local_main_process)
+        # A process without a model takes part all the same: each gives a list, and gets all of them as one.
+        measured = dict(gather_object([(name, nelbo_perplexity(self.models[name], rows, num_draws)) for name in bar]))
+        return {label: measured[label] for label in labels}
+
     def score_text(self, rows: list[list[int]]) -> dict:
         """The record of real text, the end point of every frontier."""
         return self.metric.compute(predictions=rows)
@@ -257,7 +267,10 @@ def nelbo_perplexity(
 
 
 def summarise(records: list[dict]) -> list[dict]:
-    """Mean and standard deviation over seeds for each (model, num_steps, temperature), in the order of the records."""
+    """Mean and standard deviation over seeds for each (model, num_steps, temperature), in the order of the records.
+
+    One seed has no deviation: None.
+    """
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         groups.setdefault((record["model"], record["num_steps"], record["temperature"]), []).append(record)
@@ -268,7 +281,7 @@ def summarise(records: list[dict]) -> list[dict]:
             if name not in group[0]:
                 continue
             values = [record[name] for record in group if record[name] is not None] or [math.nan]  # no text, no score
-            row[name], row[f"{name}_sd"] = mean(values), stdev(values) if len(values) > 1 else 0.0
+            row[name], row[f"{name}_sd"] = mean(values), stdev(values) if len(values) > 1 else None
         row["degenerate"] = any(record["degenerate"] for record in group)
         row["num_forward_calls"] = max(record["num_forward_calls"] for record in group)
         rows.append(row)
@@ -305,7 +318,7 @@ def evaluate_models(
     compared = {}
     if text is not None:  # first, so that a text which is too short is noticed before any sampling
         ids = torch.tensor(text)
-        compared["nelbo"] = {label: nelbo_perplexity(model, ids, num_draws) for label, model in harness.models.items()}
+        compared["nelbo"] = harness.nelbo(ids, num_draws)
         compared["real_text"] = harness.score_text([list(row) for row in text])
     records = harness.run(harness.grid(num_steps, temperatures, num_seeds, num_samples))
     rows, curve = summarise(records), []

@@ -1,6 +1,6 @@
 """What the drift field is turned into: the feature loss and the two mirror-teacher losses of the TokenDrift paper.
 
-Each function takes the rows of its own process and returns ``(loss, statistics)``, statistics being detached scalars.
+Each function takes the rows of its own process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from .lift import predicted_rows
 
 
-def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> Tensor:
     """L = 1/(2B) sum_i |h_i - sg(h_i + alpha V_i)|^2, section 3.3. Its gradient with respect to h is -alpha V / B.
 
     The value is alpha^2/2 times the mean square norm of V, whatever the progress: watch the un-normalised diagnostics.
@@ -24,9 +24,6 @@ def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> t
         features: h, ``[B, m]``, with a graph to the logits.
         field: V, ``[B, m]``.
         drift_scale: alpha > 0.
-
-    Returns:
-        The loss, and ``field_rms`` = sqrt(mean_i |V_i|^2).
 
     Raises:
         ValueError: shapes that differ, ``drift_scale`` not positive.
@@ -38,8 +35,7 @@ def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> t
     field = field.detach().to(h.dtype)
     # h - sg(h + alpha V), in the order of summation that leaves the gradient exact.
     residual = (h - h.detach()) - drift_scale * field
-    loss = 0.5 * residual.square().sum(dim=-1).mean()
-    return loss, {"field_rms": field.square().sum(dim=-1).mean().sqrt()}
+    return 0.5 * residual.square().sum(dim=-1).mean()
 
 
 def mirror_loss(
@@ -91,7 +87,7 @@ def mirror_loss(
         chunk_size: positions at a time.
 
     Returns:
-        The loss, and ``mirror_eta`` with ``mirror_step`` = the left-hand side above.
+        The loss, and for the log ``mirror_eta`` with ``mirror_step`` = the left-hand side above, detached.
 
     Raises:
         ValueError: shapes that do not fit, neither or both of step_size and eta, one that is not positive, an unknown

@@ -92,8 +92,15 @@ class Recipe:
             )
         if not self.num_steps or min(self.num_steps) < 1:
             raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")
-        if not self.sampling_temperatures or min(self.sampling_temperatures) <= 0:
-            raise ValueError(f"sampling_temperatures={self.sampling_temperatures}: give one or more positive numbers.")
+        if not self.sampling_temperatures or min(self.sampling_temperatures) < 0:
+            raise ValueError(
+                f"sampling_temperatures={self.sampling_temperatures}: give one or more numbers of at least 0 (greedy)."
+            )
+        if self.judge is not None and self.match_entropy and 1 not in self.sampling_temperatures:
+            raise ValueError(
+                f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
+                f"{self.sampling_temperatures}. Add 1 to them, or set match_entropy: false."
+            )
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
 
@@ -106,7 +113,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"There is no recipe {path}. Give a YAML file, e.g. recipes/quickstart.yaml.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
@@ -116,8 +123,6 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
     except yaml.YAMLError as error:
         raise ValueError(f"A flag is not valid YAML: {error}") from error
-    values = {name: _numbers(value) for name, value in values.items()}
-
     from .drift_config import DriftConfig
 
     types_of = {}
@@ -134,6 +139,10 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
                 + " tokendrift train --help lists them."
             )
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
+        if not (isinstance(value, str) and _fits(value, wanted)):
+            values[name] = value = _numbers(value)
+        if name in overrides and not _fits(value, wanted) and _fits(overrides[name], wanted):
+            values[name] = value = overrides[name]  # --revision 1234567, --save_strategy no: YAML sees no text there
         if name in overrides and not _fits(value, wanted) and _fits([value], wanted):
             values[name] = value = [value]  # --num_steps 4
         if value is False and not _fits(value, wanted) and _fits("no", wanted):
@@ -212,4 +221,4 @@ def _fits(value, wanted) -> bool:
 
 
 def _name(wanted) -> str:
-    return getattr(wanted, "__name__", str(wanted)).replace("NoneType", "null")
+    return getattr(wanted, "__name__", str(wanted)).replace("NoneType", "null").replace("None", "null")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +10,11 @@ from pathlib import Path
 Rows = Sequence[Mapping]
 PAPER_NOTE = (
     "Lines marked (paper) are table {number} of arXiv:2605.19470 (judge gpt2-large, 1024 tokens), not measured here."
+)
+
+LATEX = str.maketrans(
+    {character: rf"\{character}" for character in "&%$#_{}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$"}
 )
 
 
@@ -75,24 +79,26 @@ def _cells(rows: Rows) -> tuple[list[str], list[int], dict[tuple[str, int], Mapp
     return labels, steps, {(_label(row), row["num_steps"]): row for row in rows}
 
 
-def _line(row: Mapping, names: Sequence[str], pm: str) -> list[str]:
+def _mean_and_sd(row: Mapping, name: str, digits: int) -> str:
+    spread = row[f"{name}_sd"]
+    return f"{row[name]:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+
+
+def _line(row: Mapping, names: Sequence[str]) -> list[str]:
     # Where no temperature tried gives the entropy, the row is not what its label says.
     reached = ", the nearest tried" if row.get("beyond") else ""
     note = f" (T = {row['temperature']:g}{reached})" if row.get("matched") else ""
     note += " (degenerate)" if row.get("degenerate") else ""
-    line = [
-        f"{row['gen_ppl']:.1f} {pm} {row['gen_ppl_sd']:.1f}{note}",
-        f"{row['entropy']:.3f} {pm} {row['entropy_sd']:.3f}",
-    ]
+    line = [_mean_and_sd(row, "gen_ppl", 1) + note, _mean_and_sd(row, "entropy", 3)]
     if "mauve" in names:
-        line.append(f"{row['mauve']:.3f} {pm} {row['mauve_sd']:.3f}" if "mauve" in row else "")
+        line.append(_mean_and_sd(row, "mauve", 3) if "mauve" in row else "")
     if "at_text_entropy" in names:
         value = row.get("at_text_entropy", "")
         line.append("-" if value is None else f"{value:.1f}" if value else "")
     return line
 
 
-def _columns(rows: Rows, real_text: Mapping | None, pm: str) -> list[list[str]]:
+def _columns(rows: Rows, real_text: Mapping | None) -> list[list[str]]:
     """The table's cells, header first. At each NFE: Gen.-PPL, entropy and, where measured, the other two columns."""
     labels, steps, cells = _cells(rows)
     names = [name for name in ("mauve", "at_text_entropy") if any(name in row for row in rows)]
@@ -105,7 +111,7 @@ def _columns(rows: Rows, real_text: Mapping | None, pm: str) -> list[list[str]]:
         line = [label]
         for n in steps:
             row = cells.get((label, n))
-            line += [""] * (2 + len(names)) if row is None else _line(row, names, pm)
+            line += [""] * (2 + len(names)) if row is None else _line(row, names)
         lines.append(line)
     if real_text is not None:
         values = {"mauve": "", "at_text_entropy": f"{real_text['gen_ppl']:.1f}"}
@@ -121,17 +127,14 @@ def markdown_table(rows: Rows, real_text: Mapping | None = None) -> str:
         rows: of `harness.evaluate_models` or `harness.summarise`. `mauve` and `at_text_entropy` become columns.
         real_text: record of `GenPPL` for real text: a last line.
     """
-    header, *lines = _columns(rows, real_text, "±")
+    header, *lines = [[cell.replace("|", r"\|") for cell in line] for line in _columns(rows, real_text)]
     rule = ["---"] * len(header)
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
 def latex_table(rows: Rows, real_text: Mapping | None = None) -> str:
     """The same table for LaTeX with booktabs."""
-    escaped = [
-        [re.sub(r"([&%#_])", r"\\\1", cell).replace("±", r"$\pm$") for cell in line]
-        for line in _columns(rows, real_text, "±")
-    ]
+    escaped = [[cell.translate(LATEX) for cell in line] for line in _columns(rows, real_text)]
     header, *body = [" & ".join(line) + r" \\" for line in escaped]
     columns = f"l{'r' * (len(escaped[0]) - 1)}"
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
@@ -158,11 +161,11 @@ def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows =
 
     labels, _, cells = _cells([row for row in rows if row["temperature"] == 1 or row.get("matched")] or rows)
     steps = sorted({row["num_steps"] for row in rows})
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     over_steps, frontier = figure.subplots(1, 2)
     for label in labels:
         own = [cells[label, n] for n in steps if (label, n) in cells]
-        x, y, error = ([row[name] for row in own] for name in ("num_steps", "gen_ppl", "gen_ppl_sd"))
+        x, y, error = ([row[name] or 0 for row in own] for name in ("num_steps", "gen_ppl", "gen_ppl_sd"))
         over_steps.errorbar(x, y, yerr=error, marker="o", capsize=3, label=label)
     models = list(dict.fromkeys(row["model"] for row in rows))
     for i, model in enumerate(models):
@@ -182,6 +185,6 @@ def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows =
     for axes in (over_steps, frontier):
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # below, over nothing
     figure.savefig(path, dpi=120)
     return figure

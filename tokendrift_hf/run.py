@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import set_seed
 
 from .budget import budget, describe, matmul_rate
 from .cards import Card
@@ -50,7 +49,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
     folder = Path(arguments.get("output_dir") or "out")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file. Name a directory.")
-    if folder.is_dir() and any(folder.iterdir()) and not resume:
+    if any(path.is_file() for path in folder.rglob("*")) and not resume:
         raise ValueError(
             f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
             "add --resume to go on with the run in it."
@@ -99,7 +98,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
             recipe.num_seeds,
             recipe.num_samples,
             text=None if text is None else text[: recipe.num_samples]["input_ids"],
-            match=(BASE, label) if recipe.match_entropy and 1 in recipe.sampling_temperatures else None,
+            match=(BASE, label) if recipe.match_entropy else None,
         )
     if not PartialState().is_main_process:
         return results
@@ -126,7 +125,6 @@ def _model(recipe: Recipe, name: str | None = None):
 
 def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> DriftTrainer:
     shared = recipe.encoder == "base"
-    set_seed(training.config.seed)  # adapters start at random
     trainer = DriftTrainer(
         _model(recipe),
         training.config,
@@ -170,10 +168,9 @@ def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: 
             )
         if (folder / "training.json").is_file():
             return _trained(recipe, training), json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    PartialState().wait_for_everyone()
-    if PartialState().is_main_process:
-        write_json(folder / SETTINGS, asked)
     trainer = _trainer(recipe, training, splits, tokenizer)
+    if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
+        write_json(folder / SETTINGS, asked)
     before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
     trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
     history = {"eval_loss_before": before, "log_history": trainer.state.log_history}

@@ -8,23 +8,23 @@ posterior in float64 at every position of every step), with the ratios. DUO make
 removal can change any token. The repeats are interleaved and the best of each counts. `--memory` prints instead how far
 memory rises above the model: by one backbone call, and by generate().
 
-Measured with torch 2.13 on one thread of a shared Xeon, float32, B = 1, by CPU time (`--threads 1 --clock cpu`; 170m is
-the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2). Pieces
-of several runs: the DUO lines of N = 4 and 16 are the final code, without the last column, which is from the run before
-(2.30 and 2.73 with 8.97 s and 25.70 s); the other lines precede a halving of the logits held at a time:
+Measured with torch 2.13 on both cores of a Xeon that did nothing else, float32, B = 1, wall time (`--threads 2`; 170m is
+the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2):
 
     size   model    N  generate  backbone x N  generate/backbone  straightforward  straightforward/generate
-    170m   mdlm     4     6.15s         5.75s              1.069           22.91s                      3.73
-    170m   mdlm    16    21.52s        22.53s              0.955           79.62s                      3.70
-    170m   mdlm    64    87.15s        90.34s              0.965                -                         -
-    170m   duo      4    10.06s         6.21s              1.618                -                      2.30
-    170m   duo     16    29.67s        24.74s              1.200                -                      2.73
-    170m   duo     64    92.25s        92.56s              0.997                -                         -
-    small  mdlm  1000     4.97s        22.95s              0.217           69.04s                     13.88
-    small  duo   1000    14.81s        20.01s              0.740           62.38s                      4.21
+    170m   mdlm     4     3.15s         2.90s              1.086           16.27s                      5.16
+    170m   mdlm    16    10.98s        11.45s              0.959           50.60s                      4.61
+    170m   mdlm    64    42.98s        50.15s              0.857                -                         -
+    170m   duo      4     4.83s         2.93s              1.649           13.60s                      2.81
+    170m   duo     16    13.54s        11.81s              1.147           45.71s                      3.38
+    170m   duo     64    45.43s        44.93s              1.011                -                         -
+    small  mdlm  1000     2.21s        10.34s              0.214           35.78s                     16.17
+    small  duo   1000     7.94s        10.33s              0.768           30.12s                      3.79
 
-The last ratio is bounded by straightforward / backbone, 3.5 for MDLM at N = 16 here, unless generate() takes less time
-than the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only.
+On one thread, by CPU time, the straightforward loop does better: the last column then has 3.70 (MDLM) and 2.73 (DUO) at
+N = 16. It cannot exceed straightforward / backbone, 4.4 and 3.9 at N = 16 above, unless generate() takes less time than
+the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only. What
+DUO spends beyond them is noise removal (a 17th call) and the head at some 5 L positions in all.
 
 Memory at 170m, N = 1, B = 8, above the model (`--memory --batch 8 --steps 1 --threads 1`): generate() 129 MB (MDLM) and
 87 MB (DUO); with temperature 0.9, top_k 50 and top_p 0.9: 163, 163, 113 and 148, 125, 89 MB. One backbone call of B = 1

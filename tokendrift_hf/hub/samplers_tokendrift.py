@@ -27,7 +27,7 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
             themselves, or "linear-constant-linear-c" (ReMDM's loop): a fraction `fractions[0]` of the N steps goes
             linearly from 1 to c, `fractions[1]` stays there (sampling then only re-noises and denoises), the rest goes
             down to the end. "-inv" at the end means a plateau at 1 - c. (The reference's last part has one point
-            less and so stops at c when it has one step.)
+            less and so stops at c when it has one step.) Without a step for the last part, noise removal starts at c.
     """
     N = num_steps
     if not isinstance(spec, str):

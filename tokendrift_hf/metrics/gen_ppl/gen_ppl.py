@@ -125,7 +125,7 @@ class Judge:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"The judge {model_id!r} cannot be loaded. It takes an autoregressive model of transformers, and its "
-                f"tokenizer beside it or in `model_tokenizer`. {error}"
+                f"tokenizer beside it or in `model_tokenizer`. {str(error).splitlines()[0]}"
             ) from error
         return cls(model.to(device).eval(), tokenizer, revision=weights_digest(model_id))
 
