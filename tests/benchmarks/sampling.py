@@ -26,9 +26,9 @@ N = 16. It cannot exceed straightforward / backbone, 4.4 and 3.9 at N = 16 above
 the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only. What
 DUO spends beyond them is noise removal (a 17th call) and the head at some 5 L positions in all.
 
-Memory at 170m, N = 1, B = 8, above the model (`--memory --batch 8 --steps 1 --threads 1`): generate() 129 MB (MDLM) and
-87 MB (DUO); with temperature 0.9, top_k 50 and top_p 0.9: 163, 163, 113 and 148, 125, 89 MB. One backbone call of B = 1
-alone takes 137 and 60 MB there; what the allocator had free before differs from run to run.
+Memory at 170m, N = 1, B = 8, above the model (`--memory --batch 8 --steps 1 --threads 1`): generate() 169 MB (MDLM) and
+161 MB (DUO); with temperature 0.9, top_k 50 and top_p 0.9: 153, 153, 86 and 135, 116, 94 MB. One backbone call of B = 1
+alone takes 157 and 101 MB there; what the allocator had free before differs from run to run.
 
 Not run on a GPU yet; meant for it: `--device cuda --batch 8 --steps 16 --dtype bfloat16 --compile`.
 """

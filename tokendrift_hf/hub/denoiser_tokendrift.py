@@ -122,7 +122,7 @@ class Denoiser:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
         present: positions that exist, bool [B, L]; None: all.
         temperature, top_k, top_p: see `control`.
-        chunk_size: positions for which logits [n, V] are held at once; None: 16 MiB of them (GPU: 512 MiB).
+        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB), with controls less.
 
     Attributes:
         num_calls: network calls made. A batch too large for one call still counts as one: it is a number per row.
@@ -132,7 +132,8 @@ class Denoiser:
         self.model, self.present = model, present
         self.controls = (temperature, top_k, top_p)
         on_cpu = model.device.type == "cpu"
-        elements = (2**22 if on_cpu else 2**27) // (4 if top_p < 1 else 1)  # sorting needs several copies
+        copies = 8 if top_p < 1 else 2 if temperature != 1 or top_k else 1  # sorting needs several
+        elements = (2**23 if on_cpu else 2**27) // copies
         self.chunk_size = chunk_size or max(1, elements // model.config.vocab_size)
         self.tokens_per_call = 2**10 if on_cpu else 2**16
         self.num_calls = 0

@@ -24,7 +24,7 @@ from .process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess, UniformProc
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)
 
 
 class LayerNorm(nn.Module):
@@ -86,16 +86,15 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / self.base**exponents
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [L, head_dim] each, in float32."""
+        """cos and sin, [L, head_dim / 2] each, in float32."""
         positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
         angles = torch.outer(positions, self.inverse_frequencies(x.device))
-        angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    (first, second), cos, sin = x.chunk(2, dim=-1), cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([(first * cos).addcmul(second, sin, value=-1), (second * cos).addcmul(first, sin)], dim=-1)
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -159,9 +158,9 @@ class DiTBlock(GradientCheckpointingLayer):
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)
         branch = self.attention(modulate(self.norm1(x), shift_1, scale_1), cos, sin, attention_mask, positions)
         x = x if positions is None else x.take_along_dim(positions[..., None], dim=1)
-        x = x + gate_1 * F.dropout(branch, self.dropout, self.training)
+        x = torch.addcmul(x, gate_1, F.dropout(branch, self.dropout, self.training))
         branch = self.mlp(modulate(self.norm2(x), shift_2, scale_2))
-        return x + gate_2 * F.dropout(branch, self.dropout, self.training)
+        return torch.addcmul(x, gate_2, F.dropout(branch, self.dropout, self.training))
 
 
 class OutputLayer(nn.Module):
