@@ -12,19 +12,20 @@ Measured with torch 2.13 on both cores of a Xeon that did nothing else, float32,
 the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2):
 
     size   model    N  generate  backbone x N  generate/backbone  straightforward  straightforward/generate
-    170m   mdlm     4     3.15s         2.90s              1.086           16.27s                      5.16
-    170m   mdlm    16    10.98s        11.45s              0.959           50.60s                      4.61
-    170m   mdlm    64    42.98s        50.15s              0.857                -                         -
-    170m   duo      4     4.83s         2.93s              1.649           13.60s                      2.81
-    170m   duo     16    13.54s        11.81s              1.147           45.71s                      3.38
-    170m   duo     64    45.43s        44.93s              1.011                -                         -
-    small  mdlm  1000     2.21s        10.34s              0.214           35.78s                     16.17
-    small  duo   1000     7.94s        10.33s              0.768           30.12s                      3.79
+    170m   mdlm     4     2.99s         2.78s              1.074           13.30s                      4.45
+    170m   mdlm    16    10.82s        11.02s              0.982           44.82s                      4.14
+    170m   mdlm    64    42.49s        44.66s              0.951                -                         -
+    170m   duo      4     4.36s         2.74s              1.591           11.63s                      2.67
+    170m   duo     16    12.94s        11.01s              1.175           39.70s                      3.07
+    170m   duo     64    45.36s        44.71s              1.015                -                         -
+    small  mdlm  1000     2.15s         9.94s              0.217           36.25s                     16.84
+    small  duo   1000     7.54s        10.34s              0.729           32.34s                      4.29
 
-On one thread, by CPU time, the straightforward loop does better: the last column then has 3.70 (MDLM) and 2.73 (DUO) at
-N = 16. It cannot exceed straightforward / backbone, 4.4 and 3.9 at N = 16 above, unless generate() takes less time than
-the backbone calls: it makes a call only where a token is needed, and runs the last block at wanted positions only. What
-DUO spends beyond them is noise removal (a 17th call) and the head at some 5 L positions in all.
+The straightforward loop varies most from run to run: an earlier one had 4.61 (MDLM) and 3.38 (DUO) at N = 16, one on a
+single thread by CPU time 3.70 and 2.73. The last column cannot exceed straightforward / backbone, 4.1 and 3.6 at N = 16
+above, unless generate() takes less time than the backbone calls: it makes a call only where a token is needed, and runs
+the last block at wanted positions only. What DUO spends beyond them is noise removal (a 17th call) and the head at some
+5 L positions in all.
 
 Memory at 170m, N = 1, B = 8, above the model (`--memory --batch 8 --steps 1 --threads 1`): generate() 169 MB (MDLM) and
 161 MB (DUO); with temperature 0.9, top_k 50 and top_p 0.9: 153, 153, 86 and 135, 116, 94 MB. One backbone call of B = 1
