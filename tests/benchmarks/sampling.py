@@ -8,7 +8,7 @@ posterior in float64 at every position of every step), with the ratios. DUO make
 removal can change any token. The repeats are interleaved and the best of each counts. `--memory` prints instead how far
 memory rises above the model: by one backbone call, and by generate().
 
-Measured with torch 2.13 on both cores of a Xeon that did nothing else, float32, B = 1, wall time (`--threads 2`; 170m is
+Measured with torch 2.13 on both cores of an otherwise idle Xeon, float32, B = 1, wall time (`--threads 2`; 170m is
 the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 1000 once, else the best of 2):
 
     size   model    N  generate  backbone x N  generate/backbone  straightforward  straightforward/generate
