@@ -94,7 +94,8 @@ class FrozenEncoder:
         """What a user may name as the encoder of `model`, the model that is trained: see `DriftTrainer`.
 
         Raises:
-            ValueError: no model there; the trained model itself; "base" with activation checkpointing or as in `without_adapters`.
+            ValueError: no model there; the trained model itself; "base" with activation checkpointing or as in
+                `without_adapters`.
         """
         if isinstance(encoder, str) and encoder == "base":
             if checkpointing:

@@ -122,7 +122,8 @@ class Denoiser:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
         present: positions that exist, bool [B, L]; None: all.
         temperature, top_k, top_p: see `control`.
-        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB), with controls less.
+        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB), and less
+            where controls need copies.
 
     Attributes:
         num_calls: network calls made. A batch too large for one call still counts as one: it is a number per row.
