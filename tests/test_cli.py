@@ -227,6 +227,9 @@ def test_evaluate_never_writes_over_other_results(text_files, tmp_path, capsys):
     (tmp_path / "run" / "results.json").write_text('{"recipe": {}, "rows": []}')
     assert main([*call, "1", "--output-dir", str(tmp_path / "run")]) == 2
     assert "the results of a training, and nothing is overwritten" in capsys.readouterr().err
+    assert main([*call, "1", "--output-dir", base]) == 2
+    assert "holds something else than an evaluation" in capsys.readouterr().err
+    assert not (text_files / "base" / "cells").exists()
 
 
 def test_a_wrong_flag_shows_the_usage_of_its_command(capsys):

@@ -49,6 +49,7 @@ def _write(tmp_path, text):
         ("max_steps: 3", "the field model is missing"),
         ("- a\n- b", "must hold fields"),
         ("model: [", "not valid YAML"),
+        ("model: x\nreference_split: train\nnum_samples: 1", "num_samples=1: the line of real text"),
     ],
 )
 def test_wrong_recipes_are_refused(tmp_path, text, message):
@@ -61,6 +62,9 @@ def test_missing_recipe_is_named(tmp_path):
         read_recipe(tmp_path / "nowhere.yaml", {})
     with pytest.raises(ValueError, match="no recipe .*Give a YAML file"):
         read_recipe(tmp_path, {})
+    (tmp_path / "plot.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match="plot.png is not valid YAML"):
+        read_recipe(tmp_path / "plot.png", {})
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path):
@@ -85,6 +89,8 @@ def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path)
     recipe, arguments = read_recipe(path, flags(["--revision", "1234567", "--run_name", "2026-11-28"]))
     assert recipe.revision == "1234567" and arguments["run_name"] == "2026-11-28"
     assert read_recipe(path, flags(["--revision", "null"]))[0].revision is None
+    with pytest.raises(ValueError, match="output_dir must be .*'out', 'extra'"):
+        read_recipe(path, flags(["--output_dir", "out", "extra"]))
 
 
 @pytest.mark.parametrize(("words", "message"), [(["--max_steps"], "needs a value"), (["5"], "unexpected argument")])

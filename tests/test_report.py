@@ -76,6 +76,12 @@ def test_a_label_does_not_end_a_cell():
     assert line == r"| a\|b | 9.0 | 3.000 |"
 
 
+def test_nor_does_it_in_the_table_of_perplexities(tmp_path):
+    nelbo = {"a|b": {"nelbo_ppl": 2.0, "nelbo_ppl_se": 0.5}}
+    text = write_report({"rows": summarise([record("a|b", 0, 9.0, 3.0)]), "nelbo": nelbo}, tmp_path)
+    assert r"| a\|b | 2.00 ± 0.50 (standard error) |" in text
+
+
 def test_the_frontier_has_every_temperature_and_ends_in_real_text(tmp_path):
     records = [record("a", 0, p, h, n, t) for n in (4, 8) for t, p, h in ((0.8, 20.0, 3.0), (1.0, 80.0, 4.0))]
     records += [record("b", 0, 30.0, 3.8)]

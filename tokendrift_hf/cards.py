@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,8 @@ def _finite(x) -> bool:
 
 def _plain(value):
     """A value that JSON and YAML know."""
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, (set, tuple)):
         return sorted(value)
     return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)

@@ -128,7 +128,7 @@ def flags(rest: list[str]) -> dict[str, str]:
             given[name].append(word)
     for name, words in given.items():
         if not words:
-            raise ValueError(f"--{name} needs a value, e.g. --{name} true.")
+            raise ValueError(f"--{name} needs a value, e.g. --{name} VALUE.")
     return {name: words[0] if len(words) == 1 else f"[{', '.join(words)}]" for name, words in given.items()}
 
 
@@ -217,6 +217,11 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
         paper_rows(options.paper, options.num_steps)
     results, path = {"models": named, "judge": options.judge}, options.output_dir / "results.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else results
+    if options.output_dir.is_dir() and not path.is_file() and not (options.output_dir / "cells").is_dir():
+        if any(options.output_dir.iterdir()):
+            raise ValueError(
+                f"{options.output_dir} holds something else than an evaluation. Name another --output-dir."
+            )
     if {name: before.get(name) for name in results} != results:
         raise ValueError(
             f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "

@@ -101,6 +101,8 @@ class Recipe:
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
                 f"{self.sampling_temperatures}. Add 1 to them, or set match_entropy: false."
             )
+        if self.reference_split is not None and self.num_samples < 2:
+            raise ValueError("num_samples=1: the line of real text has as many rows, and its NELBO needs at least 2.")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
 
@@ -115,7 +117,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"There is no recipe {path}. Give a YAML file, e.g. recipes/quickstart.yaml.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold fields, one 'name: value' a line; found {type(values).__name__}.")
@@ -141,7 +143,8 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
         if not (isinstance(value, str) and _fits(value, wanted)):
             values[name] = value = _numbers(value)
-        if name in overrides and not _fits(value, wanted) and _fits(overrides[name], wanted):
+        one_word = name in overrides and not isinstance(value, (list, dict))
+        if one_word and not _fits(value, wanted) and _fits(overrides[name], wanted):
             values[name] = value = overrides[name]  # --revision 1234567, --save_strategy no: YAML sees no text there
         if name in overrides and not _fits(value, wanted) and _fits([value], wanted):
             values[name] = value = [value]  # --num_steps 4

@@ -58,7 +58,9 @@ def write_report(results: Mapping, folder: Path, paper: str | None = None) -> st
     if "nelbo" in results:
         markdown += "\n| model | NELBO perplexity of the real text |\n| --- | --- |\n"
         for label, value in results["nelbo"].items():
-            markdown += f"| {label} | {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error) |\n"
+            markdown += (
+                f"| {_escaped(label)} | {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error) |\n"
+            )
     markdown += f"\n{note}\n" if note else ""
     (folder / "table.md").write_text(markdown, encoding="utf-8")
     latex = (f"% {note}\n" if note else "") + latex_table([*rows, *beside], real_text)
@@ -77,6 +79,10 @@ def _cells(rows: Rows) -> tuple[list[str], list[int], dict[tuple[str, int], Mapp
     labels = list(dict.fromkeys(_label(row) for row in rows))
     steps = sorted({row["num_steps"] for row in rows})
     return labels, steps, {(_label(row), row["num_steps"]): row for row in rows}
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", r"\|")  # which would end the cell
 
 
 def _mean_and_sd(row: Mapping, name: str, digits: int) -> str:
@@ -127,7 +133,7 @@ def markdown_table(rows: Rows, real_text: Mapping | None = None) -> str:
         rows: of `harness.evaluate_models` or `harness.summarise`. `mauve` and `at_text_entropy` become columns.
         real_text: record of `GenPPL` for real text: a last line.
     """
-    header, *lines = [[cell.replace("|", r"\|") for cell in line] for line in _columns(rows, real_text)]
+    header, *lines = [[_escaped(cell) for cell in line] for line in _columns(rows, real_text)]
     rule = ["---"] * len(header)
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
