@@ -215,18 +215,8 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
         raise ValueError("--mauve compares samples with real text. Name it with --text.")
     if options.paper is not None:
         paper_rows(options.paper, options.num_steps)
-    results, path = {"models": named, "judge": options.judge}, options.output_dir / "results.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else results
-    if options.output_dir.is_dir() and not path.is_file() and not (options.output_dir / "cells").is_dir():
-        if any(options.output_dir.iterdir()):
-            raise ValueError(
-                f"{options.output_dir} holds something else than an evaluation. Name another --output-dir."
-            )
-    if {name: before.get(name) for name in results} != results:
-        raise ValueError(
-            f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
-            "overwritten. Name another --output-dir."
-        )
+    results = {"models": named, "judge": options.judge}
+    _refuse_other_content(options.output_dir, results)
     # A process may wait for the others as long as a cell takes, not ten minutes.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     models = {label: load_model(path).to(state.device) for label, path in named.items()}
@@ -245,8 +235,24 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
     if state.is_main_process:
         print(write_report(results, options.output_dir, options.paper))
-        write_json(path, results)
+        write_json(options.output_dir / "results.json", results)
     return 0
+
+
+def _refuse_other_content(folder: Path, asked: dict) -> None:
+    """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
+    from .checkpoint import changed_settings
+
+    path = folder / "results.json"
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if changed_settings(before, asked):
+            raise ValueError(
+                f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
+                "overwritten. Name another --output-dir."
+            )
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "cells").is_dir():
+        raise ValueError(f"{folder} holds something else than an evaluation. Name another --output-dir.")
 
 
 def run_convert(options: argparse.Namespace, rest: list[str]) -> int:

@@ -117,9 +117,10 @@ class FrozenEncoder:
                 ours = config.get("model_type") in CLASSES
                 encoder = load_model(str(encoder)) if ours else AutoModel.from_pretrained(encoder, dtype=torch.float32)
             except (OSError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
                 raise ValueError(
                     f"The encoder {str(encoder)!r} cannot be loaded. It is 'base' with LoRA, or a directory or hub id "
-                    f"of a model with the same tokenizer. {str(error).splitlines()[0]}"
+                    f"of a model with the same tokenizer. {reason}"
                 ) from error
         return cls(encoder, **kwargs)
 

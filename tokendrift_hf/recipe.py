@@ -125,6 +125,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
     except yaml.YAMLError as error:
         raise ValueError(f"A flag is not valid YAML: {error}") from error
+
     from .drift_config import DriftConfig
 
     types_of = {}
@@ -141,15 +142,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
                 + " tokendrift train --help lists them."
             )
         wanted = types_of[Recipe if name in ours else DriftConfig][name]
-        if not (isinstance(value, str) and _fits(value, wanted)):
-            values[name] = value = _numbers(value)
-        one_word = name in overrides and not isinstance(value, (list, dict))
-        if one_word and not _fits(value, wanted) and _fits(overrides[name], wanted):
-            values[name] = value = overrides[name]  # --revision 1234567, --save_strategy no: YAML sees no text there
-        if name in overrides and not _fits(value, wanted) and _fits([value], wanted):
-            values[name] = value = [value]  # --num_steps 4
-        if value is False and not _fits(value, wanted) and _fits("no", wanted):
-            values[name] = value = "no"  # what YAML 1.1 makes of it: save_strategy: no
+        values[name] = value = _meant(value, wanted, overrides.get(name))
         if not _fits(value, wanted):
             raise ValueError(f"{path}: {name} must be {_name(wanted)}, but it is {value!r}.")
     if "model" not in values:
@@ -194,6 +187,19 @@ def _documented_fields(path: Path) -> list[str]:
             meaning = ast.literal_eval(given["metadata"])["help"]
             lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines
+
+
+def _meant(value, wanted, flag: str | None):
+    """The first reading of a value from YAML that is of the wanted type; `flag`: the words, if it is from a flag."""
+    readings = [value] if isinstance(value, str) else []
+    readings.append(_numbers(value))
+    if flag is not None and not isinstance(value, (list, dict)):
+        readings.append(flag)  # --revision 1234567, --save_strategy no: YAML sees no text there
+    if flag is not None:
+        readings.append([_numbers(value)])  # --num_steps 4
+    if value is False:
+        readings.append("no")  # what YAML 1.1 makes of it: save_strategy: no
+    return next((reading for reading in readings if _fits(reading, wanted)), _numbers(value))
 
 
 def _numbers(value):

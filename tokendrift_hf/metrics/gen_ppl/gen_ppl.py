@@ -123,9 +123,10 @@ class Judge:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer or model_id, revision=revision)
             model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
         except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]  # what follows is a list of some hundred architectures
             raise ValueError(
                 f"The judge {model_id!r} cannot be loaded. It takes an autoregressive model of transformers, and its "
-                f"tokenizer beside it or in `model_tokenizer`. {str(error).splitlines()[0]}"
+                f"tokenizer beside it or in `model_tokenizer`. {reason}"
             ) from error
         return cls(model.to(device).eval(), tokenizer, revision=weights_digest(model_id))
 
