@@ -182,8 +182,8 @@ class DriftTrainer(Trainer):
             drift_loss = self._drift_loss(outputs.logits, batch, noise.order, counts)
             loss = loss + drift_loss * (len(rows) * processes / num_rows)
         if self.args.base_loss_weight > 0:
-            totals, counts = row_nelbo(self.process, outputs.logits, batch)
-            base_loss = totals.sum() * processes / self._sum(counts.sum()).clamp_min(1)
+            totals, tokens = row_nelbo(self.process, outputs.logits, batch)
+            base_loss = totals.sum() * processes / self._sum(tokens.sum()).clamp_min(1)
             self.diagnostics.note(base_loss=base_loss)
             loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
