@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from tokendrift_hf.cli import main
-from tokendrift_hf.drift_config import DriftConfig
-from tokendrift_hf.recipe import Recipe, read_recipe
+from tokendrift_hf.cli.recipe import Recipe, read_recipe
+from tokendrift_hf.training.drift_config import DriftConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 GUIDE = (RECIPES / "README.md").read_text(encoding="utf-8")

@@ -18,12 +18,12 @@ _MODULE_OF = {
     "MDLMForMaskedLM": "hub.modeling_tokendrift",
     "DUOForMaskedLM": "hub.modeling_tokendrift",
     "DiffusionGenerationConfig": "hub.generation_tokendrift",
-    "DriftConfig": "drift_config",
-    "DriftTrainer": "drift_trainer",
-    "FeatureQueue": "queue",
-    "FrozenEncoder": "encoder",
+    "DriftConfig": "training.drift_config",
+    "DriftTrainer": "training.drift_trainer",
+    "FeatureQueue": "objective.queue",
+    "FrozenEncoder": "objective.encoder",
     "GenPPL": "metrics",
-    "drift_field": "drift",
+    "drift_field": "objective.drift",
 }
 
 __all__ = [*_MODULE_OF, "__version__"]

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from tokendrift_hf.data import DiffusionCollator, pack_documents
-from tokendrift_hf.documentation import load_documentation
+from tokendrift_hf.data.documentation import load_documentation
 
 HERE = Path(__file__).resolve().parent
 EOS = "<|endoftext|>"

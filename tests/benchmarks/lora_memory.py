@@ -26,8 +26,8 @@ def measure(case: str, length: int, batch_size: int, config: dict, args: dict) -
     import torch
 
     from tokendrift_hf import DriftConfig, DriftTrainer, MDLMConfig, MDLMForMaskedLM
-    from tokendrift_hf.budget import GIB, budget
-    from tokendrift_hf.lora import lora_config
+    from tokendrift_hf.cli.budget import GIB, budget
+    from tokendrift_hf.models.lora import lora_config
 
     libraries = _resident_peak()
     torch.manual_seed(0)

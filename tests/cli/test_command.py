@@ -1,0 +1,297 @@
+"""The command line, end to end on tiny models and a short corpus of real text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokendrift_hf.cli import main
+from tokendrift_hf.models.loading import load_model, load_tokenizer
+
+TINY_RUN = """
+model: base
+judge: judge
+dataset: corpus.jsonl
+validation_split: train
+reference_split: train
+max_steps: 2
+per_device_train_batch_size: 4
+queue_size: 8
+logging_steps: 1
+save_steps: 1
+continuation: true
+num_steps: [1, 2]
+num_seeds: 2
+num_samples: 3
+disable_tqdm: true
+"""
+
+
+@pytest.fixture
+def recipe(text_files):
+    path = text_files / "recipe.yaml"
+    path.write_text(TINY_RUN)
+    return str(path)
+
+
+def test_help_answers_at_once_and_names_every_command():
+    """No heavy import on the way to the help: it would take seconds."""
+    code = "import sys; sys.argv = ['tokendrift']; from tokendrift_hf.cli import main; main(['--help'])"
+    heavy = "import sys\ntry:\n    exec(sys.argv[1])\nfinally:\n    assert 'torch' not in sys.modules"
+    start = time.perf_counter()
+    run = subprocess.run([sys.executable, "-c", heavy, code], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 10  # generous: what keeps it short is that nothing heavy is imported
+    assert all(command in run.stdout for command in ("train", "generate", "evaluate", "convert"))
+
+
+def test_train_writes_models_table_plot_and_results(recipe, tmp_path, capsys):
+    """The main job: refine, continue, sample all, score all; then refuse to overwrite; then resume at no cost."""
+    out = tmp_path / "run"
+    assert main(["train", recipe, "--output_dir", str(out)]) == 0
+    results = json.loads((out / "results.json").read_text())
+    labels = {(row["model"], row["num_steps"]) for row in results["rows"]}
+    assert labels == {
+        (name, steps) for name in ("base", "continuation", "TokenDrift", "base at equal entropy") for steps in (1, 2)
+    }
+    assert all(row["num_seeds"] == 2 and row["gen_ppl"] > 1 for row in results["rows"])
+    assert results["real_text"]["gen_ppl"] > 1
+    assert results["training"]["TokenDrift"]["eval_loss"] != results["training"]["TokenDrift"]["eval_loss_before"]
+    assert (out / "plot.png").is_file() and (out / "table.md").read_text() in capsys.readouterr().out
+    for name in ("refined", "continuation"):
+        assert (out / name / "modeling_tokendrift.py").is_file() and (out / name / "tokenizer.json").is_file()
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(["train", recipe, "--output_dir", str(out)]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
+    again = json.loads((out / "results.json").read_text())
+    assert again["records"] == results["records"]
+
+
+def test_generate_writes_samples_with_their_settings(text_files, tmp_path, capsys):
+    path = tmp_path / "samples.jsonl"
+    call = ["generate", str(text_files / "base"), "--num-samples", "2", "--num-steps", "2", "--output", str(path)]
+    assert main(call) == 0
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(samples) == 2 and samples[0]["text"] != samples[1]["text"]
+    assert samples[0]["seed"] == 0 and samples[0]["num_steps"] == 2 and samples[0]["num_forward_calls"] >= 2
+    assert main(call) == 2
+    assert "exists, and nothing is overwritten" in capsys.readouterr().err
+
+
+def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys, monkeypatch):
+    """In a terminal each step is drawn over the one before; elsewhere, and in the end, the text stands there once."""
+    prompt = "Return the"
+    call = ["generate", str(text_files / "base"), "--prompt", prompt, "--num-steps", "2"]
+    assert main(call) == 0
+    plain = capsys.readouterr().out
+    assert plain.startswith(prompt)
+    model, tokenizer = (load(text_files / "base") for load in (load_model, load_tokenizer))
+    ids = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
+    row = model.generate(torch.tensor([ids]), num_steps=2, max_length=16, seed=0)[0]
+    assert plain == tokenizer.decode(row[1:]) + "\n", "the prompt follows bos, as in training"
+    assert main([*call, "--watch"]) == 0
+    assert capsys.readouterr().out == plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main([*call, "--watch"]) == 0
+    frames = capsys.readouterr().out.split("\x1b[2J\x1b[H")
+    assert [frame[:8] for frame in frames[1:-1]] == ["step 0, ", "step 1, ", "step 2, "][: len(frames) - 2]
+    assert len(frames) >= 4 and "░" in frames[1] and prompt in frames[1]
+    assert frames[-1] == plain
+
+
+def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    call = ["generate", str(text_files / "base"), "--max-new-tokens", "30", "--num-steps", "1", "--temperature", "0"]
+    assert main(call) == 2
+    assert "30 tokens long, but this model takes at most 16. Ask for less, or give a stride" in capsys.readouterr().err
+    assert main([*call, "--stride", "8", "--output", str(path)]) == 0
+    sample = json.loads(path.read_text())
+    assert (sample["stride"], sample["temperature"], sample["sampler"]) == (8, 0, "ancestral")
+    assert sample["num_forward_calls"] == 3  # windows that end at 16, 24 and 30
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["base", "--seed", "-1"], "seed=-1. It must be a whole number from 0"),
+        (["base", "--temperature", "-1"], "It must be 0, which is greedy"),
+        (["base", "--watch", "--num-samples", "2"], "--watch shows one text"),
+        (["no_config"], "There is no config.json in .*no_config"),
+        (["nowhere"], "There is no model .*nowhere"),
+        (["judge"], "type 'gpt2'"),
+    ],
+)
+def test_generate_says_what_is_wrong(text_files, capsys, words, message):
+    (text_files / "no_config").mkdir(exist_ok=True)
+    assert main(["generate", str(text_files / words[0]), *words[1:]]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_generate_takes_the_settings_of_the_model(text_files, tmp_path, capsys):
+    for file in (text_files / "base").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "generation_config.json").read_text()) | {"num_steps": 3, "sampler": "entropy"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert main(["generate", str(tmp_path), "--output", str(tmp_path / "x.jsonl")]) == 0
+    sample = json.loads((tmp_path / "x.jsonl").read_text())
+    assert (sample["num_steps"], sample["sampler"], sample["num_forward_calls"]) == (3, "entropy", 3)
+
+
+def evaluate_call(text_files, *more: str) -> list[str]:
+    """Two steps and two seeds of one model under two names, against real text."""
+    base, judge = str(text_files / "base"), str(text_files / "judge")
+    call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "4", "--seeds", "2"]
+    call += ["--text", str(text_files / "corpus.jsonl"), "--text-split", "train", "--num-samples", "8"]
+    return [*call, *more]
+
+
+def test_evaluate_compares_models(text_files, tmp_path, capsys):
+    """Every option at once: two temperatures, MAUVE, the matched line, the paper's lines, two draws for the NELBO."""
+    more = ["--temperatures", "0.2", "1", "--mauve", "--match", "a", "b", "--paper", "1", "--n-mc", "2"]
+    assert main(evaluate_call(text_files, *more, "--output-dir", str(tmp_path))) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = [row for row in results["rows"] if row["num_steps"] == 4]
+    labels = [("a", 0.2), ("a", 1), ("b", 0.2), ("b", 1)]
+    assert [(row["model"], row["temperature"]) for row in rows[:4]] == labels
+    assert [row["model"] for row in rows[4:]] == ["a at equal entropy"]
+    assert rows[1]["gen_ppl"] == rows[3]["gen_ppl"], "the same model under two names is the same model"
+    assert all(0 <= row["mauve"] <= 1 and row["num_seeds"] == 2 for row in rows)
+    assert results["nelbo"]["a"] == results["nelbo"]["b"] and results["nelbo"]["a"]["nelbo_ppl"] > 1
+    table = (tmp_path / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    for found in ("| real text |", "| a (T = 0.2) |", "text's entropy |", "MAUVE", "DiDi-Instruct", "(standard error)"):
+        assert found in table
+    assert r"\toprule" in (tmp_path / "table.tex").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_evaluate_like_one(text_files, tmp_path):
+    """Under accelerate's variables the cells are shared out: the same records, the same table, each cell drawn once.
+
+    The first process finds one cell done, as after a kill, and leaves it alone.
+    """
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(evaluate_call(text_files, "--output-dir", str(one))) == 0
+    (done, *others) = sorted((one / "cells").iterdir())
+    assert len(others) == 7
+    (two / "cells").mkdir(parents=True)
+    (two / "cells" / done.name).write_bytes(done.read_bytes())
+    before = (two / "cells" / done.name).stat().st_mtime_ns
+
+    code = "import sys; from tokendrift_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    call = [sys.executable, "-c", code, *evaluate_call(text_files, "--output-dir", str(two))]
+    running = []
+    for rank in ("0", "1"):
+        env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen(call, env=env, **streams))
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert (two / "cells" / done.name).stat().st_mtime_ns == before
+    assert "| 4/4 [" in outputs[0], "half of the cells"
+    for name in (*(f"cells/{path.name}" for path in (done, *others)), "table.md", "table.tex", "results.json"):
+        assert (two / name).read_bytes() == (one / name).read_bytes(), name
+    assert len(list((two / "cells").iterdir())) == 8
+    assert "| real text |" in outputs[0] and "| real text |" not in outputs[1], "the first process alone prints"
+
+
+def test_evaluate_never_writes_over_other_results(text_files, tmp_path, capsys):
+    """Neither a training's nor those of other models; its own it extends."""
+    base, judge = str(text_files / "base"), str(text_files / "judge")
+    call = ["evaluate", f"a={base}", "--judge", judge, "--num-samples", "2", "--seeds", "1", "--num-steps"]
+    out = ["--output-dir", str(tmp_path / "out")]
+    assert main([*call, "1", *out]) == 0 and main([*call, "1", "2", *out]) == 0
+    results = (tmp_path / "out" / "results.json").read_bytes()
+    assert {row["num_steps"] for row in json.loads(results)["rows"]} == {1, 2}
+    assert main([*call, "1", *out, "--judge", base]) == 2
+    assert "other models, and nothing is overwritten" in capsys.readouterr().err
+    assert (tmp_path / "out" / "results.json").read_bytes() == results
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"recipe": {}, "rows": []}')
+    assert main([*call, "1", "--output-dir", str(tmp_path / "run")]) == 2
+    assert "the results of a training, and nothing is overwritten" in capsys.readouterr().err
+    assert main([*call, "1", "--output-dir", base]) == 2
+    assert "holds something else than an evaluation" in capsys.readouterr().err
+    assert not (text_files / "base" / "cells").exists()
+
+
+def test_a_wrong_flag_shows_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "a", "b", "--emma"])
+    error = capsys.readouterr().err
+    assert "usage: tokendrift convert" in error and "--no-ema" in error and "--emma" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--seeds", "0"], "--seeds 0: it must be at least 1"),
+        (["--temperatures", "-1"], "temperature=-1.0: it must be >= 0"),
+        (["--match", "a", "c"], r"--match a c: two of \['a', 'b'\]"),
+        (["--match", "a", "b", "--temperatures", "0.9"], "sampled at temperature 1 as well"),
+        (["--paper", "9"], "no table '9'"),
+        (["--judge", "nowhere"], "The judge 'nowhere' cannot be loaded"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_evaluate_refuses_before_it_samples(text_files, tmp_path, capsys, change, message):
+    assert main(evaluate_call(text_files, "--output-dir", str(tmp_path / "out"), *change)) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_needs_text_for_mauve_and_one_label_a_model(text_files, capsys):
+    base = str(text_files / "base")
+    assert main(["evaluate", base, "--mauve"]) == 2 and "Name it with --text" in capsys.readouterr().err
+    assert main(["evaluate", base, base]) == 2 and "LABEL=MODEL" in capsys.readouterr().err
+
+
+def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)  # as if it were not installed
+    for name in ("tokendrift_hf.metrics.gen_ppl", "tokendrift_hf.metrics.gen_ppl.gen_ppl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(evaluate_call(text_files)) == 2
+    assert 'Gen.-PPL needs evaluate: pip install "tokendrift-hf[eval]".' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--judge": "empty"}, "knows special tokens only"),
+        ({"--model": "nowhere"}, "There is no model 'nowhere'"),
+        ({"--dataset": "empty.jsonl"}, "empty|no documents|no text"),
+        ({"--block_size": "999"}, "block_size=999 is longer than the model"),
+        ({"--queue_size": "-1"}, "queue_size=-1"),
+        ({"--encoder": "nowhere"}, "The encoder 'nowhere' cannot be loaded"),
+        ({"--report_to": "nobody"}, "nobody is not supported"),
+        ({"--objective": "magic"}, "objective='magic' is not known"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_nothing_is_written(recipe, text_files, tmp_path, capsys, change, message):
+    (text_files / "empty.jsonl").write_text("")
+    (text_files / "empty").mkdir(exist_ok=True)
+    (text_files / "empty" / "config.json").write_text((text_files / "judge" / "config.json").read_text())
+    (text_files / "empty" / "model.safetensors").write_bytes((text_files / "judge" / "model.safetensors").read_bytes())
+    words = [word for pair in change.items() for word in pair]
+    assert main(["train", recipe, "--output_dir", str(tmp_path / "run"), *words]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

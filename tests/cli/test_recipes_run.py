@@ -1,0 +1,178 @@
+"""Every recipe, run for two steps with small stand-ins for its model, text and judge; and the settings they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tokendrift_hf.cli.budget import budget
+from tokendrift_hf.cli.command import flags, main
+from tokendrift_hf.cli.plan import accumulated, trainings
+from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.training.drift_config import DriftConfig
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+PAPER = json.loads((RECIPES / "results" / "paper.json").read_text())
+# Two steps of two rows, two samples a cell; everything else is what the recipe says.
+SMALL = (
+    "--max_steps 2 --per_device_train_batch_size 2 --per_device_eval_batch_size 4 --num_steps 2 --num_seeds 1 "
+    "--num_samples 2 --save_strategy no --use_cpu true --bf16 false --dataloader_num_workers 0 --disable_tqdm true "
+    "--block_size 16 --save_steps 500"
+).split()
+
+
+@pytest.fixture(scope="module")
+def stand_ins(text_files) -> list[str]:
+    """Flags that put small things in the place of the recipe's."""
+    pairs = [{"prompt": f"Return the {word}", "completion": "of an object"} for word in "name size type kind".split()]
+    (text_files / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    base = str(text_files / "base")
+    return ["--model", base, "--tokenizer", base, "--revision", "null"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps_of_every_recipe(name, stand_ins, text_files, tmp_path, capsys):
+    recipe, arguments = read_recipe(RECIPES / f"{name}.yaml", {})
+    words = [*SMALL, *stand_ins, "--output_dir", str(tmp_path / "run")]
+    words += ["--dataset", str(text_files / ("pairs.jsonl" if recipe.prompt_column else "corpus.jsonl"))]
+    words += ["--judge", str(text_files / "judge")] if recipe.judge else []
+    words += ["--global_batch_size", "4"] if recipe.global_batch_size else []
+    for split in ("train_split", "validation_split", "reference_split"):
+        words += [f"--{split}", "train"] if getattr(recipe, split) else []
+    assert main(["train", str(RECIPES / f"{name}.yaml"), *words]) == 0
+    output = capsys.readouterr().out
+    planned = trainings(recipe, arguments | {"use_cpu": True, "bf16": False}, tmp_path / "plan")
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert list(results["training"]) == [training.label for training in planned]
+    for training in planned:
+        assert f"{training.label}: 2 steps" in output
+        assert results["training"][training.label]["log_history"][-1]["step"] == 2
+        folder = tmp_path / "run" / Path(training.config.output_dir).name
+        assert (folder / ("adapter_config.json" if recipe.lora else "config.json")).exists() or training != planned[0]
+    batch = 4 if recipe.global_batch_size else 2
+    assert f"Global batch {batch} = 2 rows a device x {batch // 2} accumulated x 1 processes" in output
+    assert re.search(r"Memory of a device: [\d.]+ GiB .*\nTime: [\d.]+ TFLOP a step", output)
+    if recipe.judge:
+        assert {row["model"] for row in results["rows"]} >= {"base", *results["training"]}
+
+
+@pytest.mark.parametrize("name", ["mdlm_owt", "mdlm_owt_continuation", "duo_owt", "duo_owt_continuation"])
+def test_settings_are_the_papers(name):
+    """Section 4.1 and the appendix on experimental details."""
+    recipe, arguments = read_recipe(RECIPES / f"{name}.yaml", {})
+    config = DriftConfig(**arguments | {"use_cpu": True, "bf16": False})
+    assert recipe.model == ("kuleshov-group/mdlm-owt" if name.startswith("mdlm") else "s-sahoo/duo")
+    assert len(recipe.revision) == 40
+    assert (recipe.dataset, recipe.block_size, recipe.global_batch_size) == ("openwebtext", 1024, 512)
+    assert (config.per_device_train_batch_size, config.max_steps, config.optim) == (2, 13000, "adamw_torch")
+    assert config.learning_rate == (3e-5 if name.startswith("mdlm") else 5e-5)
+    assert (recipe.judge, recipe.num_steps, recipe.num_seeds) == ("gpt2-large", [4, 8, 16], 3)
+    if name.endswith("continuation"):
+        assert (config.objective, config.base_loss_weight) == ("none", 1.0)
+    else:
+        assert (config.objective, config.base_loss_weight, config.encoder_input) == ("feature", 0.0, "soft")
+        assert (config.drift_kernel, config.drift_scale, config.temperatures) == ("paper", 1.0, [0.02, 0.05, 0.2])
+        assert (config.queue_size, config.feature_layers, config.feature_pooling) == (1024, [-2, -1], "mean")
+
+
+def test_continuations_differ_from_the_refinements_in_their_objective_alone():
+    for family in ("mdlm", "duo"):
+        drift, continuation = (
+            yaml.safe_load((RECIPES / f"{family}_owt{suffix}.yaml").read_text()) for suffix in ("", "_continuation")
+        )
+        differing = {name for name in continuation if continuation[name] != drift.get(name)}
+        assert differing == {"output_dir", "objective", "base_loss_weight"}
+
+
+@pytest.mark.parametrize(
+    ("number", "row"), [(n, row) for n, table in PAPER["tables"].items() for row in table["rows"] if row["recipe"]]
+)
+def test_every_row_of_the_papers_tables_is_one_command(number, row):
+    """It parses, makes a config of as many steps as the table's, and is in the guide with the paper's figures."""
+    _, arguments = read_recipe(RECIPES / row["recipe"], flags(shlex.split(row["flags"])))
+    config = DriftConfig(**arguments | {"use_cpu": True, "bf16": False})
+    assert config.max_steps == PAPER["tables"][number]["steps_trained"]
+    guide = (RECIPES / "README.md").read_text()
+    command = f"tokendrift train recipes/{row['recipe']} {row['flags']}".strip()
+    line = next(
+        line for line in guide.splitlines() if f"| `{command}` |" in line and line.startswith(f"| {row['row']} |")
+    )
+    for cell in row["results"].values():
+        assert f"{cell['gen_ppl']:g} ± {cell['gen_ppl_sd']:g} / {cell['entropy']:.2f}" in line
+
+
+@pytest.mark.parametrize(("processes", "steps"), [(1, 256), (4, 64), (8, 32), (16, 16)])
+def test_accumulation_follows_from_the_number_of_processes(processes, steps, monkeypatch):
+    monkeypatch.setattr(DriftConfig, "world_size", property(lambda self: processes))
+    _, arguments = read_recipe(RECIPES / "mdlm_owt.yaml", {"use_cpu": "true", "bf16": "false"})
+    assert accumulated(arguments, 512)["gradient_accumulation_steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch_size": "7"}, "global_batch_size=7 is not a multiple of 2"),
+        ({"gradient_accumulation_steps": "2"}, "two ways to say one thing"),
+        ({"continuation": "true", "objective": "none", "base_loss_weight": "1"}, "the same training twice"),
+        ({"full_refinement": "{}"}, "no lora"),
+        ({"lora": "{}", "full_refinement": "{learning_rte: 1}"}, "learning_rte.*no fields of DriftConfig"),
+        ({"push_to_hub": "true"}, "push_to_hub needs the name of the repository"),
+        ({"lora": "{targets: all}"}, "targets='all' is not known"),
+        ({"dropout": "1.0"}, "dropout=1.0"),
+        ({"streaming": "true"}, "streaming: true reads training text only"),
+    ],
+)
+def test_contradictions_are_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        recipe, arguments = read_recipe(RECIPES / "mdlm_owt.yaml", {"use_cpu": "true", "bf16": "false"} | change)
+        trainings(recipe, arguments, tmp_path)
+
+
+def test_cost_of_the_released_size():
+    """170 M parameters, 2 x 1024 tokens: 1.9 ms for a base step and 3.6 ms for a drift step at 989 TFLOP/s."""
+    from tokendrift_hf import MDLMConfig, MDLMForMaskedLM
+
+    with torch.device("meta"):
+        model = MDLMForMaskedLM(MDLMConfig())
+    fields = {"per_device_train_batch_size": 2, "use_cpu": True}
+    drift = budget(model, DriftConfig(**fields), 1024)
+    base = budget(model, DriftConfig(objective="none", base_loss_weight=1.0, **fields), 1024)
+    assert base.flops / 989e12 == pytest.approx(1.86e-3, rel=0.01)
+    assert drift.flops / 989e12 == pytest.approx(3.57e-3, rel=0.01)
+    weights = 4 * model.num_parameters()
+    assert base.fixed_bytes == 4 * weights and drift.fixed_bytes == 5 * weights  # + gradient, two moments, encoder
+
+
+def test_two_processes_run_one_recipe(stand_ins, text_files, tmp_path):
+    """One launch, two gloo processes: half the accumulation, the same global batch, one table, written once."""
+    words = [*SMALL, *stand_ins, "--output_dir", str(tmp_path / "run"), "--dataset", str(text_files / "corpus.jsonl")]
+    words += ["--validation_split", "train", "--judge", str(text_files / "judge"), "--global_batch_size", "8"]
+    code = "import sys; from tokendrift_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
+        call = [sys.executable, "-c", code, "train", str(RECIPES / "mdlm_owt.yaml"), "--ddp_backend", "gloo", *words]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(call, env=env, **streams))
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "Global batch 8 = 2 rows a device x 2 accumulated x 2 processes" in outputs[0]
+    assert "Global batch" not in outputs[1] and "Done in" not in outputs[1]
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert {row["model"] for row in results["rows"]} >= {"base", "TokenDrift"}
+    assert "| global_batch_size | `8` |" in (tmp_path / "run/refined/README.md").read_text()

@@ -1,0 +1,128 @@
+"""What a run leaves to the next one: packed rows for others, and an exact continuation of what was cut off."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import run_python
+
+from tokendrift_hf.cli import main
+from tokendrift_hf.training.drift_trainer import DriftTrainer
+
+RECIPE = """
+model: base
+dataset: corpus.jsonl
+judge: null
+max_steps: 6
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+queue_size: 6
+dropout: 0.1
+ema_decay: 0.9
+optim: adamw_torch
+learning_rate: 1e-3
+save_steps: 2
+logging_steps: 1
+use_cpu: true
+disable_tqdm: true
+"""
+
+
+@pytest.fixture
+def recipe(text_files) -> str:
+    path = text_files / "run.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--streaming", "true"], ["--streaming", "true", "--wrap", "false"], ["--lora", "{r: 2}", "--dropout", "0"]],
+    ids=["streaming", "streaming, a document a row", "adapters"],
+)
+def test_a_run_that_was_cut_off_is_resumed_bit_for_bit(flags, recipe, tmp_path, monkeypatch):
+    """Killed in the second micro-batch of step 5, resumed at checkpoint 4: weights, card and losses of the whole run.
+
+    Streams go through the corpus more than once here, so the position in the text is part of what is resumed.
+    """
+    flags += ["--encoder", "base"] if "--lora" in flags else []
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "whole")]) == 0
+    plain, calls = DriftTrainer.compute_loss, []
+
+    def killed(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DriftTrainer, "compute_loss", killed)
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut")]) == 130
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut"), "--resume", "--queue_size", "7"]) == 2
+    assert not (tmp_path / "cut/results.json").exists() and (tmp_path / "cut/refined/checkpoint-4").is_dir()
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut"), "--resume"]) == 0
+    assert len(calls) == 10 + 4, "it went on from checkpoint 4"
+    weights = "adapter_model.safetensors" if "--lora" in flags else "model.safetensors"
+    for name in (weights, "README.md"):
+        assert (tmp_path / "cut/refined" / name).read_bytes() == (tmp_path / "whole/refined" / name).read_bytes(), name
+    losses = [
+        [
+            line["loss"]
+            for line in json.loads((tmp_path / run / "refined/training.json").read_text())["log_history"][:-1]
+        ]
+        for run in ("whole", "cut")
+    ]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+
+
+def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path, capsys):
+    """Resuming uses what is there for equal settings, whatever the batch is shared out over, and refuses others."""
+    out = tmp_path / "out"
+    call = ["train", recipe, "--output_dir", str(out), "--max_steps", "1"]
+    assert main(call) == 0
+    weights = out / "refined/model.safetensors"
+    before = weights.read_bytes(), weights.stat().st_mtime_ns
+    assert main([*call, "--resume", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]) == 0
+    for changed in (["--learning_rate", "2e-3"], ["--wrap", "false"], ["--drift_kernel", "drifting"]):
+        capsys.readouterr()
+        assert main([*call, "--resume", *changed]) == 2
+        said = capsys.readouterr().err
+        assert "was made with other settings" in said and f"'{changed[0][2:]}'" in said
+    assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
+
+
+def test_what_was_dropped_is_said_and_how_the_text_was_cut_is_on_the_card(recipe, tmp_path, caplog):
+    """Rows x (length - 2) + dropped = tokens and an eos for each of the nine documents."""
+    fresh = tmp_path / "fresh.jsonl"  # in no cache
+    fresh.write_text("\n".join(json.dumps({"text": f"{i} {tmp_path.name} of an object " * 9}) for i in range(9)))
+    call = ["train", recipe, "--max_steps", "1", "--dataset", str(fresh), "--output_dir"]
+    assert main([*call, str(tmp_path / "wrapped")]) == 0
+    assert main([*call, str(tmp_path / "padded"), "--wrap", "false", "--insert_eos", "false"]) == 0
+    wrapped, padded = (
+        tuple(map(int, found))
+        for found in re.findall(
+            r"9 documents \(0 empty\), (\d+) tokens, (\d+) dropped .*\n.* (\d+) rows of 16", caplog.text
+        )
+    )
+    tokens, dropped, rows = wrapped
+    assert rows * 14 + dropped == tokens + 9 and 0 <= dropped < 14
+    assert padded[0] == tokens and padded[1] == tokens - 9 * 14 and padded[2] == 9
+    cards = [(tmp_path / run / "refined/README.md").read_text() for run in ("wrapped", "padded")]
+    assert "wrap: `True`. insert_eos: `True`" in cards[0] and "wrap: `False`. insert_eos: `False`" in cards[1]
+
+
+def test_packed_rows_are_found_again_by_another_process(text_files, tmp_path):
+    code = f"""
+        from transformers import AutoTokenizer
+        from tokendrift_hf.data import packing as data
+        if {{again}}:
+            data._token_lists = None  # nothing is tokenised a second time
+        tokenizer = AutoTokenizer.from_pretrained({str(text_files / "base")!r})
+        text = data.load_text({str(text_files / "corpus.jsonl")!r})
+        print("FOUND", data.pack_documents(text, tokenizer, 16).cache_files)
+    """
+    first, second = (
+        run_python(code.format(again=again), tmp_path, isolated=False).partition("FOUND")[2] for again in (False, True)
+    )
+    assert first == second and "arrow" in first

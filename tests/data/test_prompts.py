@@ -1,0 +1,64 @@
+"""Prompt and completion to rows: what is masked, cut and dropped; and that training leaves prompts alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from toys import make_trainer
+
+from tokendrift_hf.data import load_text
+from tokendrift_hf.data.prompts import pack_prompts
+
+
+def pairs_file(folder, pairs):
+    path = folder / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"question": prompt, "answer": text, "id": 1}) for prompt, text in pairs))
+    return load_text(str(path), text_column="answer", prompt_column="question")
+
+
+def test_rows_hold_prompt_completion_and_mask(text_model, tmp_path, caplog):
+    tokenizer = text_model[1]
+    long = "of the object " * 20
+    pairs = pairs_file(tmp_path, [("Return the", " name"), ("Return the", long), (long, " name"), ("Return", "")])
+    assert set(pairs.column_names) == {"prompt", "text"}
+    with caplog.at_level(logging.INFO, logger="tokendrift_hf.data.prompts"):
+        rows = pack_prompts(pairs, tokenizer, 16)
+    assert len(rows) == 2
+    eos = tokenizer.eos_token_id
+    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    prompt, name, text = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in ("Return the", " name", long))
+    assert rows[0]["input_ids"] == [bos, *prompt, *name, eos]
+    assert rows[0]["prompt_mask"] == [1] * (1 + len(prompt)) + [0] * (len(name) + 1)
+    room = 14 - len(prompt)
+    assert rows[1]["input_ids"] == [bos, *prompt, *text[:room], eos] and len(rows[1]["input_ids"]) == 16
+    assert f"4 pairs, 2 dropped, {len(text) - room} tokens cut off" in caplog.text
+
+
+def test_pairs_that_do_not_fit_are_an_error(text_model, tmp_path):
+    pairs = pairs_file(tmp_path, [("Return the name of the object and its size and its type", "x")])
+    with pytest.raises(ValueError, match="none of the 1 pairs"):
+        pack_prompts(pairs, text_model[1], 8)
+    with pytest.raises(ValueError, match="no column 'prompt'; it has .*question"):
+        load_text(str(tmp_path / "pairs.jsonl"), text_column="answer", prompt_column="prompt")
+
+
+def test_training_never_touches_a_prompt(text_model, tmp_path):
+    """The network sees prompts as they are; only completions are corrupted, and only they enter the likelihood."""
+    model, tokenizer = copy.deepcopy(text_model[0]), text_model[1]
+    pairs = pairs_file(tmp_path, [("Return the", " name of the object"), ("Return", " its size and type")] * 4)
+    rows = pack_prompts(pairs, tokenizer, 16)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    trainer = make_trainer(tmp_path / "run", model=model, rows=rows, base_loss_weight=1.0, max_steps=2)
+    batch = trainer.data_collator([rows[i] for i in range(4)])
+    outside = batch["prompt_mask"].bool() | ~batch["attention_mask"].bool()
+    corrupted, _ = trainer._corrupt(batch, (0, 0, 0, 0), range(4), 4)
+    assert corrupted.x_t[outside].equal(batch["input_ids"][outside])
+    assert not corrupted.predicted[outside].any() and corrupted.predicted.any()
+    trainer.train()
+    assert len(seen) == 2 and all((kwargs["input_ids"] == model.config.mask_token_id).any() for kwargs in seen)
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -1,0 +1,129 @@
+"""One of two gloo processes of test_distributed.py: every check that needs them, in one launch to save imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import tiny_model
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from toys import CHECKPOINTING, logged, make_trainer, toy_rows, uneven_rows, weights_of
+
+from tokendrift_hf.training.gather import gather_rows, own_rows, row_counts, sum_over_processes
+
+FOLDER = Path(sys.argv[-1])
+RANK = int(os.environ.get("RANK", "0"))
+
+# Seven rows in batches of four: the second batch of every epoch has three, two for one process and one for the other.
+SHARED = dict(
+    per_device_train_batch_size=4,
+    max_steps=3,
+    accelerator_config={"split_batches": True, "even_batches": False},
+)
+CASES = {
+    "feature": dict(),
+    "feature_checkpointing": {CHECKPOINTING: True},
+    "mirror": dict(objective="mirror_kl", base_loss_weight=0.5, learning_rate=0.1),
+    "mirror_checkpointing": {"objective": "mirror_kl", "learning_rate": 0.1, CHECKPOINTING: True},
+    "tokens": dict(feature_pooling="tokens", feature_tokens=6, base_loss_weight=0.1, learning_rate=0.1),
+    "continuation": dict(objective="none", base_loss_weight=1.0),
+}
+
+
+def case(name: str, folder: Path, **fields):
+    """A trainer of one of the cases; also run by a single process. "tokens" has rows of unequal length."""
+    rows = uneven_rows(7) if name in ("tokens", "continuation") else toy_rows(7)
+    return make_trainer(folder / name, rows=rows, **SHARED | CASES[name] | fields)
+
+
+def sharded_gradients() -> dict[str, float]:
+    """Largest relative error of the drift gradient of a model under fully_shard against that of the plain one."""
+    errors = {}
+    for objective in ("feature", "mirror_kl"):
+        trainer = make_trainer(FOLDER / "fsdp", objective=objective, base_loss_weight=0.5, ddp_backend="gloo")
+        plain, sharded = tiny_model("mdlm"), tiny_model("mdlm")
+        mesh = init_device_mesh("cpu", (2,))
+        for block in sharded.backbone.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        ids = torch.tensor([row["input_ids"] for row in toy_rows(8)])[4 * RANK : 4 * RANK + 4]
+        for model in (plain, sharded):
+            trainer._micro_step = (-1, 0)
+            for queue in (trainer.real_queue, trainer.generated_queue):
+                queue.load_state_dict({"features": torch.empty(0, 0)})
+            trainer.compute_loss(model, {"input_ids": ids}).backward()
+        worst = 0.0
+        for (name, expected), p in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            expected = expected.grad / 2
+            found = p.grad.full_tensor()
+            assert found.shape == expected.shape and expected.abs().max() > 0, name
+            worst = max(worst, float((found - expected).norm() / expected.norm()))
+        errors[objective] = worst
+        assert not any(p.grad is not None for p in trainer.encoder.model.parameters())
+    return errors
+
+
+def main():
+    report = {}
+    for name in CASES:
+        trainer = case(name, FOLDER, ddp_backend="gloo")
+        trainer.train()
+        report[name] = {"loss": logged(trainer), "distance": logged(trainer, "feature_distance")}
+        queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+        save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
+
+    # five rows in batches of two a process: the last batches are filled up with repetitions
+    trainer = make_trainer(FOLDER / "eval", per_device_eval_batch_size=2, ddp_backend="gloo")
+    report["eval_loss"] = trainer.evaluate(uneven_rows(5))["eval_loss"]
+
+    fields = dict(
+        SHARED, max_steps=5, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3, optim="adamw_torch"
+    )
+    fields |= dict(learning_rate=1e-3, ema_decay=0.9, ddp_backend="gloo")
+    rows, weights = toy_rows(16), []
+    for resume in (False, True):
+        trainer = make_trainer(FOLDER / "resume", rows=rows, model=tiny_model("mdlm", dropout=0.1), **fields)
+        trainer.train(resume_from_checkpoint=str(FOLDER / "resume/checkpoint-3") if resume else None)
+        queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+        averages = {f"average {name}": value for name, value in trainer.ema.shadow.items()}
+        losses = {"loss": torch.tensor(logged(trainer)), "distance": torch.tensor(logged(trainer, "feature_distance"))}
+        moments = trainer.optimizer.state_dict()["state"]
+        moments = {f"{i} {name}": value for i, state in moments.items() for name, value in state.items()}
+        weights.append(weights_of(trainer.model) | averages | queues | losses | moments)
+    report["resumed_differs"] = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+
+    x = torch.arange(5.0)[:3] if RANK == 0 else torch.arange(5.0)[3:]
+    x = torch.stack([x, -x], dim=1).requires_grad_()
+    counts = row_counts(trainer.accelerator, x)
+    gathered, own = gather_rows(trainer.accelerator, x, counts), own_rows(trainer.accelerator, counts)
+    total = sum_over_processes(trainer.accelerator, torch.tensor(float(len(x))))
+    report["gather"] = {"counts": counts, "rows": gathered.tolist(), "sum": float(total)}
+    report["gather"] |= {"own": [own.start, own.stop], "has_gradient": gathered.requires_grad}
+
+    # a loss that is not finite on one process stops both
+    trainer = make_trainer(FOLDER / "nan", ddp_backend="gloo")
+    if RANK == 1:
+        with torch.no_grad():
+            trainer.model.backbone.output_layer.linear.bias.fill_(float("nan"))
+    trainer.args.gather_features = False
+    inputs = {"input_ids": torch.tensor([row["input_ids"] for row in toy_rows(2)])}
+    try:
+        trainer.compute_loss(trainer.model, inputs)
+    except ValueError as error:
+        report["error"] = str(error)
+
+    (FOLDER / f"report_{RANK}.json").write_text(json.dumps(report))
+    (FOLDER / f"fsdp_{RANK}.json").write_text(json.dumps(sharded_gradients()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

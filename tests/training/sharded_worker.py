@@ -1,0 +1,80 @@
+"""One process of an accelerate launch with weights or optimizer split among the processes, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from conftest import tiny_model
+from peft import LoraConfig
+from safetensors.torch import save_file
+from toys import make_trainer, toy_rows
+
+FIELDS = dict(
+    per_device_train_batch_size=2,
+    per_device_eval_batch_size=2,
+    gradient_accumulation_steps=2,
+    optim="adamw_torch",
+    learning_rate=1e-3,
+    max_grad_norm=1.0,
+    save_strategy="steps",
+    save_steps=2,
+    eval_strategy="steps",
+    eval_steps=2,
+    gen_ppl_num_steps=[2],
+    gen_ppl_num_samples=3,
+)
+CASES = {"feature": {}, "mirror": {"objective": "mirror_kl", "base_loss_weight": 0.5}}
+
+
+def case(name: str, folder: Path, **fields):
+    arguments = {"eval_dataset": toy_rows(5)}
+    return make_trainer(folder / name, rows=toy_rows(24), arguments=arguments, **FIELDS | CASES[name] | fields)
+
+
+def refusal(folder: Path, arguments: dict | None = None, **fields) -> str:
+    try:
+        make_trainer(folder / "refused", arguments=arguments, **fields)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main():
+    folder, is_main = Path(sys.argv[-1]), os.environ["RANK"] == "0"
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        # accelerate has FSDP for accelerators only; all that this replaces is its choice of backend and device.
+        torch.distributed.init_process_group("gloo")
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    report = {}
+    for name in CASES:
+        for resume in (False, True) if name == "feature" else (False,):
+            trainer = case(name, folder)
+            checkpoint = str(folder / name / "checkpoint-2") if resume else None
+            trainer.train(resume_from_checkpoint=checkpoint)
+            report["kind"] = trainer.accelerator.distributed_type
+            weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+            queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+            if is_main:
+                path = folder / f"{name}{'_resumed' if resume else ''}.safetensors"
+                save_file({k: v.clone().contiguous() for k, v in (weights | queues).items()}, path)
+            trainer.save_model(str(folder / name / "final"))
+            if not resume:
+                report[name] = trainer.state.log_history
+    report["ema"] = refusal(folder, ema_decay=0.9)
+    adapters = {"peft_config": LoraConfig(r=2, target_modules=["attn_qkv"]), "encoder": "base"}
+    report["base"] = refusal(folder, adapters, model=tiny_model("mdlm"))
+    if is_main:
+        (folder / "report.json").write_text(json.dumps(report, default=str))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

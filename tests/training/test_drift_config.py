@@ -1,0 +1,80 @@
+"""DriftConfig: the paper's defaults, every refusal, and the round trip through JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from toys import config
+
+from tokendrift_hf import DriftConfig
+
+
+def test_defaults_are_the_papers(tmp_path):
+    args = DriftConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert args.objective == "feature" and args.base_loss_weight == 0 and args.encoder_input == "soft"
+    assert args.temperatures == [0.02, 0.05, 0.2] and args.queue_size == 1024
+    assert args.attraction == args.repulsion == args.drift_scale == 1 and args.feature_layers == [-2, -1]
+    assert args.learning_rate == 3e-5 and args.feature_pooling == "mean" and args.encoder_timestep == 0
+
+
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        (
+            {"objective": "l2"},
+            "objective='l2' is not known; choose one of 'feature', 'mirror_kl', 'mirror_mse', 'none'",
+        ),
+        ({"learning_rate": -1e-5}, "learning_rate=-1e-05 is out of range"),
+        ({"max_steps": 0}, "max_steps=0: give the number of steps, or -1"),
+        ({"encoder_input": "hard"}, "encoder_input='hard' is not known"),
+        ({"drift_kernel": "rbf"}, "drift_kernel='rbf' is not known"),
+        ({"feature_pooling": "max"}, "feature_pooling='max' is not known"),
+        ({"queue_size": -1}, "queue_size=-1 is out of range: it must be at least 0"),
+        ({"queue_size": 1.5}, "queue_size must be a whole number, but it is 1.5"),
+        ({"base_loss_weight": -0.1}, "base_loss_weight=-0.1 is out of range"),
+        ({"drift_scale": 0}, "drift_scale=0 is out of range: it must be above 0"),
+        ({"drift_scale": float("nan")}, "drift_scale=nan is out of range"),
+        ({"mirror_step_size": 0.0}, "mirror_step_size=0.0 is out of range"),
+        ({"mirror_eta": -1.0}, "mirror_eta=-1.0 is out of range"),
+        ({"attraction": -1}, "attraction=-1 is out of range"),
+        ({"repulsion": "1"}, "repulsion must be a number, but it is '1'"),
+        ({"attraction": 0, "repulsion": 0}, "give a field of zero"),
+        ({"temperatures": []}, "temperatures must be a list of positive numbers"),
+        ({"temperatures": [0.1, 0]}, "temperatures=0 is out of range: it must be above 0"),
+        ({"temperatures": [0.1, -0.2]}, "temperatures=-0.2 is out of range"),
+        ({"temperatures": 0.1}, "temperatures must be a list of positive numbers, but it is 0.1"),
+        ({"feature_layers": []}, "feature_layers must be a list of whole numbers"),
+        ({"feature_layers": [0.5]}, "feature_layers must be a whole number, but it is 0.5"),
+        ({"feature_tokens": 0}, "feature_tokens=0 is out of range: it must be at least 1"),
+        ({"encoder_timestep": 1.1}, "encoder_timestep=1.1 is out of range"),
+        ({"encoder_timestep": -0.1}, "encoder_timestep=-0.1 is out of range"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0 never takes in a new weight"),
+        ({"ema_decay": 0.0}, "ema_decay=0.0 is out of range"),
+        (
+            {"ema_decay": 0.9, "save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"},
+            "leaves the averaged weights out of the checkpoints",
+        ),
+        ({"objective": "none"}, "leaves nothing to train on"),
+        ({"gen_ppl_num_steps": 4}, r"gen_ppl_num_steps must be a list like \[4, 16\], but it is 4"),
+        ({"gen_ppl_num_steps": [0]}, "gen_ppl_num_steps=0 is out of range"),
+        ({"gen_ppl_num_samples": 0}, "gen_ppl_num_samples=0 is out of range"),
+        ({"gen_ppl_judge": "gpt2"}, "gen_ppl_judge needs samples"),
+        ({"gen_ppl_min_entropy_ratio": 0.9}, "gen_ppl_min_entropy_ratio needs samples"),
+        ({"gen_ppl_num_steps": [4], "gen_ppl_min_entropy_ratio": -1}, "gen_ppl_min_entropy_ratio=-1 is out of range"),
+    ],
+)
+def test_bad_fields_are_refused(fields, match, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        config(tmp_path, **{"save_strategy": "steps"} | fields)
+
+
+def test_survives_json_and_samples_at_the_start(tmp_path):
+    """What a recipe or a checkpoint stores makes the same config again; sampling begins before the first step."""
+    args = config(
+        tmp_path, temperatures=(0.1, 0.3), feature_layers=(0, -1), gen_ppl_num_steps=[4], eval_strategy="steps"
+    )
+    stored = json.loads(args.to_json_string())
+    for name in ("temperatures", "feature_layers", "gen_ppl_num_steps", "objective", "queue_size", "ema_decay"):
+        assert stored[name] == getattr(args, name)
+    assert args.eval_on_start and not config(tmp_path, gen_ppl_num_steps=[4]).eval_on_start

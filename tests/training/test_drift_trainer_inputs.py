@@ -1,0 +1,263 @@
+"""What DriftTrainer takes: any batch, encoder and model; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, tiny_model
+from peft import LoraConfig
+from safetensors.torch import load_file
+from toys import CHECKPOINTING, assert_same, config, logged, make_trainer, toy_rows, weights_of
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from tokendrift_hf import DriftTrainer, FrozenEncoder
+from tokendrift_hf.training import drift_trainer
+from tokendrift_hf.training.checkpoint import last_complete_checkpoint
+
+MASK = TINY["vocab_size"] - 1
+EXACT = {"rtol": 0, "atol": 0}
+
+
+# ---- Any batch -----------------------------------------------------------------------------------------
+
+
+def loss_and_gradients(trainer, batch: dict[str, list]):
+    """compute_loss of one batch with empty queues, and the gradient of every parameter."""
+    trainer._micro_step = (-1, 0)
+    for queue in (trainer.real_queue, trainer.generated_queue):
+        queue.load_state_dict({"features": torch.empty(0, 0)})
+    trainer.model.zero_grad()
+    inputs = {name: torch.as_tensor(value) for name, value in batch.items()}
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+BATCH_SETTINGS = [
+    {"objective": "feature", "base_loss_weight": 0.5},
+    {"objective": "mirror_kl"},
+    {"feature_pooling": "tokens", "feature_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("fields", BATCH_SETTINGS, ids=["feature", "mirror", "tokens"])
+def test_padding_counts_for_nothing(kind, fields, tmp_path):
+    """Other ids under the padding, and more of it, change neither the loss nor a gradient."""
+    trainer = make_trainer(tmp_path, model=tiny_model(kind), **fields)
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(3)])
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = mask[2, 7:] = 0
+    loss, gradients = loss_and_gradients(trainer, {"input_ids": ids, "attention_mask": mask})
+    other = torch.where(mask.bool(), ids, (ids + 7) % MASK)
+    other = F.pad(other, (0, 3), value=1)
+    loss_2, gradients_2 = loss_and_gradients(trainer, {"input_ids": other, "attention_mask": F.pad(mask, (0, 3))})
+    torch.testing.assert_close(loss_2, loss, rtol=1e-5, atol=1e-6)
+    assert_same(gradients_2, gradients, rtol=2e-3, atol=2e-5)
+    assert float(loss) > 0 and all(g.isfinite().all() for g in gradients.values())
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_prompts_are_kept_seen_and_never_predicted(kind, tmp_path):
+    trainer = make_trainer(tmp_path, model=tiny_model(kind))
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(4)])
+    prompt = torch.zeros_like(ids)
+    prompt[:, :3] = 1
+    prompt[3] = 1  # a row with nothing to predict
+    batch, _ = trainer._corrupt({"input_ids": ids, "prompt_mask": prompt}, (0, 0), range(4), 4)
+    assert torch.equal(batch.x_t[prompt.bool()], ids[prompt.bool()]) and not (batch.predicted & prompt.bool()).any()
+    assert batch.predicted.any() and (batch.x_t != ids).any()
+
+    masked = loss_and_gradients(trainer, {"input_ids": ids, "prompt_mask": prompt})
+    by_labels = loss_and_gradients(trainer, {"input_ids": ids, "labels": ids.masked_fill(prompt.bool(), -100)})
+    assert torch.equal(masked[0], by_labels[0])
+    assert_same(masked[1], by_labels[1], **EXACT)
+    other_prompt = torch.where(prompt.bool(), (ids + 5) % MASK, ids)
+    other = loss_and_gradients(trainer, {"input_ids": other_prompt, "prompt_mask": prompt})
+    name = "backbone.output_layer.linear.weight"
+    assert not torch.allclose(other[1][name], masked[1][name])
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl", "mirror_mse"])
+def test_a_batch_with_nothing_to_predict_changes_nothing(objective, tmp_path):
+    trainer = make_trainer(tmp_path, objective=objective, base_loss_weight=1.0)
+    ids = torch.tensor([row["input_ids"] for row in toy_rows(3)])
+    loss, gradients = loss_and_gradients(trainer, {"input_ids": ids, "prompt_mask": torch.ones_like(ids)})
+    assert loss.isfinite() and all((g == 0).all() for g in gradients.values())
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl"])
+def test_activation_checkpointing_gives_the_same_training(objective, tmp_path):
+    results = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            tmp_path / str(checkpointing),
+            model=tiny_model("mdlm", dropout=0.1),
+            objective=objective,
+            max_steps=2,
+            **{CHECKPOINTING: checkpointing},
+        )
+        trainer.train()
+        assert trainer.model.backbone.blocks[0].gradient_checkpointing == checkpointing
+        results.append(weights_of(trainer.model))
+    assert_same(*results, rtol=1e-5, atol=1e-6)
+
+
+# ---- Encoders and models --------------------------------------------------------------------------------
+
+
+def test_encoders_by_path_model_and_frozen_encoder_are_one(tmp_path):
+    """A path, a model and a FrozenEncoder of the same weights give the same training, and another one than default."""
+    other = tiny_model("mdlm", seed=5)
+    other.save_pretrained(tmp_path / "encoder")
+    path = tmp_path / "encoder"
+    losses = []
+    for encoder in (path, str(path), copy.deepcopy(other), FrozenEncoder.copy_of(other), None):
+        trainer = make_trainer(tmp_path / "out", arguments={"encoder": encoder}, max_steps=2)
+        trainer.train()
+        losses.append(logged(trainer) + logged(trainer, "feature_distance"))
+    assert losses[0] == losses[1] == losses[2] == losses[3] != losses[4]
+
+
+def test_an_encoder_of_another_architecture_without_the_mask(tmp_path):
+    """A BERT of the same tokenizer, which lacks the mask; its features drive every parameter."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    BertModel(BertConfig(vocab_size=MASK, max_position_embeddings=16, **sizes)).save_pretrained(tmp_path / "bert")
+    trainer = make_trainer(tmp_path, arguments={"encoder": tmp_path / "bert"}, feature_layers=[1, 2])
+    trainer.train()
+    before = weights_of(tiny_model("mdlm"))
+    assert not any(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.real_queue.features.shape == (6, 32)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_trains_a_model_that_was_loaded_as_custom_code(kind, tmp_path):
+    """The class comes from the checkpoint's own Python files; training is that of the package's class."""
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    name = type(model).__name__
+    custom_class = get_class_from_dynamic_module(f"modeling_tokendrift.{name}", str(tmp_path / "model"))
+    assert custom_class.__module__.startswith("transformers_modules") and custom_class is not type(model)
+    trainers = [
+        make_trainer(tmp_path / "out", model=m, max_steps=2)
+        for m in (model, custom_class.from_pretrained(tmp_path / "model"))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert_same(weights_of(trainers[0].model), weights_of(trainers[1].model), **EXACT)
+
+
+def test_half_precision_weights_are_warned_about(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.drift_trainer"):
+        make_trainer(tmp_path)
+        assert not caplog.records
+        make_trainer(tmp_path, model=tiny_model("mdlm").bfloat16())
+    assert "bfloat16" in caplog.text and "bf16=True" in caplog.text
+
+
+def test_mixed_precision_keeps_float32_weights_and_learns_the_same(tmp_path):
+    """bf16=True: float32 masters, finite, and the loss of the first step within 2 % of float32."""
+    trainers = [make_trainer(tmp_path, bf16=bf16, objective="none", base_loss_weight=1.0) for bf16 in (False, True)]
+    for trainer in trainers:
+        trainer.train()
+    assert {p.dtype for p in trainers[1].model.parameters()} == {torch.float32}
+    assert logged(trainers[1])[0] == pytest.approx(logged(trainers[0])[0], rel=0.02)
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl", "mirror_mse"])
+def test_mixed_precision_gradients_point_where_float64_does(objective, tmp_path):
+    """Of all weights, through two networks in bf16: their own rounding (0.9 % for the NELBO alone) and little more."""
+    gradients = []
+    batch = {"input_ids": [row["input_ids"] for row in toy_rows(12)]}
+    for bf16 in (False, True):
+        trainer = make_trainer(tmp_path, objective=objective, bf16=bf16)
+        if bf16:
+            trainer.accelerator.prepare_model(trainer.model)
+        else:
+            trainer.model.double(), trainer.encoder.model.double()
+        _, found = loss_and_gradients(trainer, batch)
+        gradients.append(torch.cat([g.flatten().double() for g in found.values()]))
+    exact, found = gradients
+    assert found.isfinite().all() and (found - exact).norm() < 2e-2 * exact.norm()
+    assert F.cosine_similarity(found, exact, dim=0) > 0.9998
+
+
+# ---- Errors -----------------------------------------------------------------------------------------------
+
+
+class Poison(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+
+
+def test_nan_stops_with_the_step_and_keeps_the_last_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, arguments={"callbacks": [Poison()]})
+    with pytest.raises(ValueError, match=r"optimizer step 3 is not finite \(nan.*up to step 2"):
+        trainer.train()
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-2" and not (tmp_path / "checkpoint-3").exists()
+    assert all(w.isfinite().all() for w in load_file(tmp_path / "checkpoint-2/model.safetensors").values())
+
+
+def test_what_the_trainer_refuses(tmp_path, monkeypatch):
+    model, args = tiny_model("mdlm"), config(tmp_path)
+
+    def refused(match, *, model=model, args=args, **arguments):
+        with pytest.raises(ValueError, match=match):
+            DriftTrainer(model, args, train_dataset=toy_rows(4), **arguments)
+
+    refused("must be a DriftConfig, but it is a dict", args={})
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    refused("GPT2LMHeadModel has no diffusion process", model=gpt2)
+    refused("encoder= is the model that is trained", encoder=model)
+    refused("encoder= is the model that is trained", encoder=FrozenEncoder(model))
+    refused("embeds 30 ids and the model predicts 23", encoder=tiny_model("mdlm", vocab_size=30))
+    refused(
+        r"feature_layers=\[7\]: this encoder has hidden states 0 .* to 2", args=config(tmp_path, feature_layers=[7])
+    )
+    refused("encoder='base' needs adapters", encoder="base")
+    monkeypatch.setattr(drift_trainer, "is_deepspeed_zero3_enabled", lambda: True)
+    refused("ZeRO-3 .* encoder= ")
+
+
+def test_adapters(tmp_path):
+    """LoRA trains the adapters only; encoder='base' gives the training of a frozen copy, without one."""
+    lora = LoraConfig(r=2, target_modules=["attn_qkv"], init_lora_weights=False)
+    losses = []
+    for encoder in (None, "base"):
+        torch.manual_seed(0)
+        model = tiny_model("mdlm")
+        arguments = {"peft_config": lora, "encoder": encoder}
+        trainer = make_trainer(tmp_path, model=model, arguments=arguments)
+        before = weights_of(trainer.model)
+        trainer.train()
+        changed = {name for name, value in weights_of(trainer.model).items() if not torch.equal(value, before[name])}
+        assert changed and all("lora_" in name for name in changed)
+        losses.append(logged(trainer))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for match, arguments, fields in (
+        ("already has adapters", {"peft_config": lora}, {}),
+        ("cannot be combined with gradient_checkpointing", {"encoder": "base"}, {CHECKPOINTING: True}),
+        ("encoder= is the model that is trained", {"encoder": trainer.model.get_base_model()}, {}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, model=trainer.model, arguments=arguments, **fields)
+
+
+def test_rows_without_ids_or_too_long_stop_the_training(tmp_path):
+    for rows, match in (
+        ([{"text": "a"}] * 4, "need a column input_ids"),
+        (toy_rows(4, length=17), "17 tokens, but the model takes 1 to 16"),
+        ([{"input_ids": [1, 99]}] * 4, "run from 1 to 99, but the model knows 0 to 22"),
+        ([{"input_ids": [1, MASK]}] * 4, "contains the mask, id 22"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, rows=rows).train()

@@ -1,0 +1,233 @@
+"""A recipe: one YAML file that says what to refine, on what, how, and how to evaluate it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import re
+import textwrap
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# YAML 1.1 reads 1e-4 as text, but everybody means the number.
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass
+class Recipe:
+    """The fields of a recipe that are not fields of `DriftConfig`. Paths are relative to the recipe file."""
+
+    model: str = field(metadata={"help": "Checkpoint to refine: a directory or a hub id."})
+    revision: str | None = field(default=None, metadata={"help": "Revision of a hub checkpoint."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not beside the model."})
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+    dropout: float | None = field(default=None, metadata={"help": "Dropout while training; default: the model's own."})
+
+    dataset: str = field(
+        default="documentation",
+        metadata={"help": "documentation, openwebtext, a text/jsonl/parquet file or directory, or a hub data set."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Revision of a hub data set."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column with prompts, for which text_column holds the completions."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    validation_split: str | None = field(default=None, metadata={"help": "Split for eval_loss (the NELBO)."})
+    reference_split: str | None = field(default=None, metadata={"help": "Split of real text: the table's end point."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens in a row; default: the model's length."})
+    wrap: bool = field(
+        default=True, metadata={"help": "Documents flow on from row to row; false: a document a row, cut or padded."}
+    )
+    insert_eos: bool = field(default=True, metadata={"help": "End every document with eos before wrapping."})
+    streaming: bool = field(default=False, metadata={"help": "Read the training text as it is needed."})
+
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows an optimizer step, over all devices; gradient accumulation is worked out from it."},
+    )
+    encoder: str | None = field(
+        default=None, metadata={"help": "Frozen encoder; default: a copy of the model; base: the model under LoRA."}
+    )
+    lora: dict | None = field(
+        default=None,
+        metadata={"help": "Train adapters: {targets: attention or linear, r, alpha, and fields of peft's LoraConfig}."},
+    )
+    full_refinement: dict | None = field(
+        default=None,
+        metadata={"help": "With lora: also refine all weights; the value holds fields that differ, or is {}."},
+    )
+    continuation: bool = field(default=False, metadata={"help": "Also train the matched continuation baseline."})
+
+    judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
+    num_steps: list[int] = field(default_factory=lambda: [4, 8, 16], metadata={"help": "Sampling steps (NFE)."})
+    sampling_temperatures: list[float] = field(
+        default_factory=lambda: [1.0], metadata={"help": "Sampling temperatures of every model."}
+    )
+    match_entropy: bool = field(
+        default=True,
+        metadata={"help": "Add the base model at the temperature that gives the refined model's entropy."},
+    )
+    num_seeds: int = field(default=3, metadata={"help": "Sampling seeds (0, 1, ...)."})
+    num_samples: int = field(default=128, metadata={"help": "Samples for each cell of the table."})
+    sampler: str = field(default="ancestral", metadata={"help": "Sampler of generate()."})
+    sampling_batch_size: int = field(default=64, metadata={"help": "Samples drawn at a time."})
+
+    def __post_init__(self):
+        for name in ("num_seeds", "num_samples", "sampling_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1.")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: it is a probability below 1.")
+        if self.streaming and (self.prompt_column or self.validation_split or self.reference_split):
+            raise ValueError(
+                "streaming: true reads training text only: leave out prompt_column, validation_split, reference_split."
+            )
+        if not self.num_steps or min(self.num_steps) < 1:
+            raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")
+        if not self.sampling_temperatures or min(self.sampling_temperatures) < 0:
+            raise ValueError(
+                f"sampling_temperatures={self.sampling_temperatures}: give one or more numbers of at least 0 (greedy)."
+            )
+        if self.judge is not None and self.match_entropy and 1 not in self.sampling_temperatures:
+            raise ValueError(
+                f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
+                f"{self.sampling_temperatures}. Add 1 to them, or set match_entropy: false."
+            )
+        if self.reference_split is not None and self.num_samples < 2:
+            raise ValueError("num_samples=1: the line of real text has as many rows, and its NELBO needs at least 2.")
+        if self.block_size is not None and self.block_size < 4:
+            raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
+
+
+def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe in a YAML file and the `DriftConfig` arguments beside it, with `overrides` from the command line.
+
+    Raises:
+        ValueError: no such file, no mapping in it, a field that is unknown or of the wrong type.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"There is no recipe {path}. Give a YAML file, e.g. recipes/quickstart.yaml.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold fields, one 'name: value' a line; found {type(values).__name__}.")
+    try:
+        values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
+    except yaml.YAMLError as error:
+        raise ValueError(f"A flag is not valid YAML: {error}") from error
+
+    from ..training.drift_config import DriftConfig
+
+    types_of = {}
+    for cls in (Recipe, DriftConfig):
+        types_of[cls] = typing.get_type_hints(cls)
+    ours = {f.name for f in fields(Recipe)}
+    known = ours | {f.name for f in fields(DriftConfig) if f.init}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            raise ValueError(
+                f"{path}: there is no field {name!r}."
+                + (f" Did you mean {' or '.join(close)}?" if close else "")
+                + " tokendrift train --help lists them."
+            )
+        wanted = types_of[Recipe if name in ours else DriftConfig][name]
+        values[name] = value = _meant(value, wanted, overrides.get(name))
+        if not _fits(value, wanted):
+            raise ValueError(f"{path}: {name} must be {_name(wanted)}, but it is {value!r}.")
+    if "model" not in values:
+        raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
+    recipe = Recipe(**{name: value for name, value in values.items() if name in ours})
+    for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
+        value = getattr(recipe, name)
+        if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
+            setattr(recipe, name, str(path.parent / value))
+    return recipe, {name: value for name, value in values.items() if name not in ours}
+
+
+def field_help() -> str:
+    """Every field of a recipe: name, type, default and meaning, for `tokendrift train --help`.
+
+    Taken from the source of the two classes, since importing `DriftConfig` (torch, transformers) takes seconds.
+    """
+    lines = [
+        "Fields of a recipe. Each is also a flag, whose value is YAML: --num_steps 4 8 --lora '{r: 4}' --judge null",
+        *_documented_fields(Path(__file__)),
+        "",
+        "Fields of the training (DriftConfig)",
+        *_documented_fields(Path(__file__).parents[1] / "training" / "drift_config.py"),
+        "",
+        "and every field of transformers' TrainingArguments (max_steps, per_device_train_batch_size, bf16, seed,",
+        "save_steps, hub_model_id, ...), which this prints: python -m pydoc transformers.TrainingArguments",
+    ]
+    return "\n".join(lines)
+
+
+def _documented_fields(path: Path) -> list[str]:
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            default = ""
+            if "default" in given:
+                default = f" = {json.dumps(ast.literal_eval(given['default']))}"
+            elif isinstance(given.get("default_factory"), ast.Lambda):
+                default = f" = {ast.unparse(given['default_factory'].body)}"
+            lines.append(f"  {node.target.id}: {ast.unparse(node.annotation).replace('None', 'null')}{default}")
+            meaning = ast.literal_eval(given["metadata"])["help"]
+            lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return lines
+
+
+def _meant(value, wanted, flag: str | None):
+    """The first reading of a value from YAML that is of the wanted type; `flag`: the words, if it is from a flag."""
+    readings = [value] if isinstance(value, str) else []
+    readings.append(_numbers(value))
+    if flag is not None and not isinstance(value, (list, dict)):
+        readings.append(flag)  # --revision 1234567, --save_strategy no: YAML sees no text there
+    if flag is not None:
+        readings.append([_numbers(value)])  # --num_steps 4
+    if value is False:
+        readings.append("no")  # what YAML 1.1 makes of it: save_strategy: no
+    return next((reading for reading in readings if _fits(reading, wanted)), _numbers(value))
+
+
+def _numbers(value):
+    if isinstance(value, list):
+        return [_numbers(x) for x in value]
+    if isinstance(value, dict):
+        return {name: _numbers(x) for name, x in value.items()}
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _fits(value, wanted) -> bool:
+    """Whether a value read from YAML is of an annotated type; types that YAML cannot express are let through."""
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(wanted))
+    if origin is list or wanted is list:
+        items = typing.get_args(wanted)
+        return isinstance(value, (list, tuple)) and all(_fits(x, items[0]) for x in value if items)
+    if origin is dict:
+        return isinstance(value, dict)
+    if wanted is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if wanted in (bool, str, dict, type(None)):
+        return isinstance(value, wanted)
+    return isinstance(value, str) if isinstance(wanted, type) else True
+
+
+def _name(wanted) -> str:
+    return getattr(wanted, "__name__", str(wanted)).replace("NoneType", "null").replace("None", "null")

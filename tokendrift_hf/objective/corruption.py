@@ -1,0 +1,69 @@
+"""CorruptedBatch: clean rows, their noisy version, and which positions count for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess
+from .noise import Noise
+
+
+@dataclass(frozen=True)
+class CorruptedBatch:
+    """Everything is ``[B, L]`` but t.
+
+    Attributes:
+        x_0: clean ids.
+        x_t: noisy ids; equal to x_0 where a position is not free.
+        t: ``[B]``, float32.
+        exists: bool, no padding.
+        free: bool, neither padding nor prompt, so corruptible.
+        predicted: bool, M of the paper: a part of the free positions.
+        attention_mask: as given; None if every position exists.
+    """
+
+    x_0: Tensor
+    x_t: Tensor
+    t: Tensor
+    exists: Tensor
+    free: Tensor
+    predicted: Tensor
+    attention_mask: Tensor | None
+
+
+def corrupt(
+    process: AbsorbingProcess | UniformProcess, inputs: dict[str, Tensor], noise: Noise, t: Tensor
+) -> CorruptedBatch:
+    """Corrupt a collated batch at the times `t`, ``[B]`` in [0, 1].
+
+    Args:
+        process: the model's.
+        inputs: `input_ids` ``[B, L]``, and optionally of the same shape `attention_mask` (0: padding), `prompt_mask`
+            (1: prompt) and `labels` (-100: prompt). The result is on the device of `input_ids`.
+        noise: of these rows.
+        t: diffusion times.
+    """
+    x_0 = inputs["input_ids"]
+    t, uniforms = (x.to(x_0.device, torch.float32) for x in (t, noise.uniforms))
+    exists = torch.ones_like(x_0, dtype=torch.bool)
+    if "attention_mask" in inputs:
+        exists = inputs["attention_mask"].bool()
+    free = exists
+    if "prompt_mask" in inputs:
+        free = free & ~inputs["prompt_mask"].bool()
+    if "labels" in inputs:
+        free = free & (inputs["labels"] != -100)
+    x_t = torch.where(free, process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device)), x_0)
+    predicted = process.predicted_positions(x_t) & free
+    return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"))
+
+
+def row_nelbo(
+    process: AbsorbingProcess | UniformProcess, logits: Tensor, batch: CorruptedBatch
+) -> tuple[Tensor, Tensor]:
+    """``[B]`` each: the NELBO of a row in nats, and the tokens that it is over: all that could have been corrupted."""
+    nelbo = process.nelbo(logits, batch.x_0, batch.x_t, batch.t)
+    return nelbo.where(batch.predicted, 0).sum(1), batch.free.sum(1)

@@ -1,0 +1,212 @@
+"""Model cards: what a run did, written beside its weights and uploaded with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel, TrainingArguments
+
+from .. import __version__
+
+# Licences of the assets, from the table in the paper's appendix.
+LICENCES = {
+    "kuleshov-group/mdlm-owt": ("apache-2.0", "MDLM checkpoint and code: Apache-2.0"),
+    "s-sahoo/duo": ("apache-2.0", "DUO checkpoint and code: Apache-2.0"),
+    "Skylion007/openwebtext": ("cc0-1.0", "OpenWebText: CC0-1.0"),
+    "gpt2-large": ("mit", "GPT-2 Large, which scored the samples: Modified MIT"),
+    "openai-community/gpt2-large": ("mit", "GPT-2 Large, which scored the samples: Modified MIT"),
+}
+ALIASES = {"openwebtext": "Skylion007/openwebtext"}
+OPTIMISATION = (
+    "learning_rate lr_scheduler_type warmup_steps optim adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm "
+    "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps bf16 fp16 seed"
+).split()
+OF_ADAPTERS = (
+    "r lora_alpha target_modules lora_dropout bias use_dora use_rslora rank_pattern alpha_pattern modules_to_save"
+).split()
+
+
+@dataclass
+class Card:
+    """The facts on a model card; JSON-serialisable, and free of local paths.
+
+    Attributes:
+        kind: template: "full" (all weights refined), "lora" (adapters), "base" (trained on its own likelihood alone).
+        model_class: "MDLMForMaskedLM" or "DUOForMaskedLM".
+        repo: hub id of the model; None: not published.
+        base: hub id of the model it started from, or the name of a local directory; empty: made from scratch.
+        base_is_local: whether `base` is a directory here.
+        base_revision: commit or revision of `base`.
+        has_tokenizer: whether a tokenizer lies beside the weights.
+        settings: name -> value of every hyperparameter.
+        adapters: the same for the adapters.
+        data: what it was trained on, under the names of the recipe's fields.
+        losses: NELBO in nats per token on held-out text, "before" and "after".
+        results: rows of the sampling table for this model: num_steps, temperature, gen_ppl, entropy and their SDs.
+        evaluation: judge, sampler, number of samples.
+        table: the whole sampling table in Markdown, with the models that it compares with.
+    """
+
+    kind: str
+    model_class: str
+    repo: str | None = None
+    base: str = ""
+    base_is_local: bool = False
+    base_revision: str | None = None
+    has_tokenizer: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    results: list[dict] = field(default_factory=list)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    table: str = ""
+
+    @classmethod
+    def of_run(cls, model: PreTrainedModel, args: TrainingArguments, *, has_tokenizer: bool) -> Card:
+        """What a trainer knows: the model (with adapters or without) before training, and its arguments."""
+        peft_configs = list(getattr(model, "peft_config", {}).values())
+        base = model.get_base_model() if peft_configs else model
+        name, is_local = _public_name(base.name_or_path or "")
+        ours = [f.name for f in fields(args) if f.name not in {f.name for f in fields(TrainingArguments)}]
+        ours = [name for name in ours if not name.startswith("gen_ppl_")]
+        settings = {name: _plain(getattr(args, name)) for name in [*ours, *OPTIMISATION]}
+        settings["global_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        adapters = {}
+        for config in peft_configs[:1]:
+            adapters = {name: _plain(getattr(config, name)) for name in OF_ADAPTERS if getattr(config, name, None)}
+        return cls(
+            kind="lora" if peft_configs else "base" if args.objective == "none" else "full",
+            model_class=type(base).__name__,
+            repo=args.hub_model_id,
+            base=name,
+            base_is_local=is_local,
+            base_revision=getattr(base.config, "_commit_hash", None),
+            has_tokenizer=has_tokenizer,
+            settings=settings,
+            adapters=adapters,
+        )
+
+    def describe_data(self, data: dict[str, Any]) -> None:
+        """The training text, under the names of the recipe's fields; a path becomes the name of its file."""
+        name, is_local = _public_name(ALIASES.get(data["dataset"], data["dataset"]))
+        self.data = data | {"dataset": name, "is_local": is_local or name == "documentation"}
+
+    def add_losses(self, before: float | None, after: float | None) -> None:
+        """The NELBO on held-out text, in nats per token."""
+        self.losses = {name: x for name, x in (("before", before), ("after", after)) if _finite(x)}
+
+    def add_results(
+        self, rows: list[dict], label: str, judge: str, num_samples: int, sampler: str, table: str = ""
+    ) -> None:
+        """The rows that `harness.summarise` made; those with this label are the model's own."""
+        self.results = [row for row in rows if row["model"] == label and _finite(row["gen_ppl"])]
+        name, is_local = _public_name(judge)
+        judge = f"a local model named {name}" if is_local else name
+        self.evaluation = {"judge": judge, "num_samples": num_samples, "sampler": sampler}
+        self.table = table
+
+    def render(self) -> ModelCard:
+        """The card, with its metadata."""
+        folder = files(__package__) / "model_cards"
+        template = "".join((folder / name).read_text(encoding="utf-8") for name in (f"{self.kind}.md", "rest.md"))
+        assets = [self.base, self.data.get("dataset"), self.evaluation.get("judge")]
+        return ModelCard.from_template(
+            self._metadata(),
+            template_str=template,
+            card=self,
+            title=self.repo.rpartition("/")[2] if self.repo else _title(self),
+            location=self.repo or "path/to/this/directory",
+            base_location=f"path/to/{self.base or 'the-base'}" if self.base_is_local or not self.base else self.base,
+            origin=self._origin(),
+            steps=sorted({row["num_steps"] for row in self.results}) or [4, 8, 16],
+            licences=list(dict.fromkeys(LICENCES[name][1] for name in assets if name in LICENCES)),
+            version=__version__,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write README.md."""
+        (folder / "README.md").write_text(str(self.render()), encoding="utf-8")
+
+    def _origin(self) -> str:
+        if not self.base:
+            return "It was not loaded from anywhere, but made in the program that trained it."
+        if self.base_is_local:
+            return f"It starts from a local checkpoint named `{self.base}`."
+        revision = f", revision `{self.base_revision}`" if self.base_revision else ""
+        return f"It starts from [{self.base}](https://huggingface.co/{self.base}){revision}."
+
+    def _metadata(self) -> ModelCardData:
+        process = "masked-diffusion" if self.model_class.startswith("MDLM") else "uniform-state-diffusion"
+        tags = ["diffusion-language-model", process]
+        tags += [] if self.kind == "base" else ["tokendrift"]
+        tags += ["lora"] if self.kind == "lora" else ["custom_code"]
+        optional: dict[str, Any] = {}
+        if self.base and not self.base_is_local:
+            optional["base_model"] = self.base
+            optional["base_model_relation"] = "adapter" if self.kind == "lora" else "finetune"
+        if self.base in LICENCES:
+            optional["license"] = LICENCES[self.base][0]
+        if self.data and not self.data["is_local"]:
+            optional["datasets"] = [self.data["dataset"]]
+        if self.results:
+            optional["model_name"] = self.repo.rpartition("/")[2] if self.repo else _title(self)
+            optional["eval_results"] = [result for row in self.results for result in self._eval_results(row)]
+        return ModelCardData(
+            library_name="peft" if self.kind == "lora" else "transformers",
+            pipeline_tag="text-generation",
+            tags=tags,
+            **optional,
+        )
+
+    def _eval_results(self, row: dict) -> list[EvalResult]:
+        settings = {name: row[name] for name in ("num_steps", "temperature", "num_seeds")} | self.evaluation
+        names = (("gen_ppl", "Gen.-PPL"), ("entropy", "entropy (nats)"))
+        return [
+            EvalResult(
+                task_type="text-generation",
+                task_name="Unconditional generation",
+                dataset_type="samples",
+                dataset_name=f"{self.evaluation['num_samples']} samples a seed",
+                dataset_config=f"steps={row['num_steps']},temperature={row['temperature']:g}",
+                metric_type=metric,
+                metric_name=f"{name} at {row['num_steps']} steps",
+                metric_value=row[metric],
+                metric_args=settings,
+            )
+            for metric, name in names
+            if _finite(row[metric])
+        ]
+
+
+def _title(card: Card) -> str:
+    family = "MDLM" if card.model_class.startswith("MDLM") else "DUO"
+    return {"full": f"{family} refined with TokenDrift", "lora": f"TokenDrift adapters for {family}"}.get(
+        card.kind, f"{family} diffusion language model"
+    )
+
+
+def _public_name(name: str) -> tuple[str, bool]:
+    """What may be told of a model or data set, and whether it is local: of a path its last part alone."""
+    is_local = Path(name).exists() if name else False
+    is_local = is_local or Path(name).is_absolute() or name.count("/") > 1 or name.startswith((".", "~"))
+    return (Path(name).resolve().name, True) if is_local else (name, False)
+
+
+def _finite(x) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x)
+
+
+def _plain(value):
+    """A value that JSON and YAML know."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (set, tuple)):
+        return sorted(value)
+    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)

@@ -1,0 +1,404 @@
+"""DriftTrainer: Algorithm 1 of the TokenDrift paper on the Hugging Face Trainer. It wires and holds no formula."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, Trainer, set_seed
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import has_length
+
+from ..data.collators import CleanCollator
+from ..hub.process_tokendrift import stratified_times
+from ..models.loading import load_encoder
+from ..models.lora import add_adapters, hide_local_base
+from ..objective.corruption import CorruptedBatch, corrupt, row_nelbo
+from ..objective.drift import drift_field
+from ..objective.encoder import FrozenEncoder
+from ..objective.lift import soft_lift, token_entropy
+from ..objective.losses import feature_loss, mirror_loss
+from ..objective.noise import EVALUATE, TRAIN, Noise, row_noise, spread_times
+from ..objective.queue import FeatureQueue
+from ..publishing.cards import Card
+from .checkpoint import (
+    MANIFEST,
+    last_complete_checkpoint,
+    load_ema,
+    load_queues,
+    recorded_settings,
+    save_state,
+    warn_of_changes,
+    write_manifest,
+)
+from .diagnostics import Diagnostics
+from .drift_config import DriftConfig
+from .ema import UpdateEMA, WeightEMA
+from .gather import gather_rows, own_rows, row_counts, sum_over_processes
+from .monitor import Dynamics, SampleMonitor, entropy_ratio
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
+
+
+class DriftTrainer(Trainer):
+    """Refine a discrete diffusion language model with the drift objective (or continue its training).
+
+    The training set holds clean `input_ids`, and optionally `attention_mask` (0 = padding) and `prompt_mask` (1 =
+    prompt) or `labels` (-100 = prompt): prompts and padding are never corrupted, predicted or lifted, but the network
+    and the encoder see prompts. `evaluate()` reports `eval_loss`, the NELBO in nats per token.
+
+    Gradient accumulation changes the drift objective, not only its noise: the field is made within a micro-batch (of
+    all processes), and the queues take in every micro-batch.
+
+    Args:
+        model: an MDLM or DUO model, of this package or loaded as custom code.
+        args: a `DriftConfig`.
+        encoder: the frozen encoder phi. None: a copy of the model as it is now; "base" with peft: the model with its
+            adapters disabled, without a second copy; or a path, a model or a `FrozenEncoder` of the same vocabulary.
+        peft_config: wrap the model in adapters (peft's LoraConfig and the like) and train only those.
+        kwargs: everything else that `Trainer` takes.
+
+    Raises:
+        ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
+            together with a peft_config; DeepSpeed ZeRO-3; FSDP with encoder "base"; FSDP or DeepSpeed with ema_decay.
+    """
+
+    loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: DriftConfig,
+        *,
+        encoder: str | os.PathLike | PreTrainedModel | FrozenEncoder | None = None,
+        peft_config=None,
+        **kwargs,
+    ):
+        if not isinstance(args, DriftConfig):
+            raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a "
+                "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
+            )
+        has_adapters = hasattr(model, "peft_config")
+        base = model.get_base_model() if has_adapters else model
+        if not hasattr(base, "process"):
+            raise ValueError(
+                f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "
+                "DUOForMaskedLM, which also read the released checkpoints."
+            )
+        if peft_config is not None and has_adapters:
+            raise ValueError(
+                "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
+                "first (merge_and_unload), or leave peft_config out to go on training them."
+            )
+        self.process = base.process
+        self.encoder = None
+        drifts = args.objective != "none"
+        settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
+        if drifts and encoder is None:
+            self.encoder = FrozenEncoder.copy_of(model, **settings)
+        if peft_config is not None:
+            set_seed(args.seed)  # adapters start at random, and before the Trainer sets it
+            model = add_adapters(model, peft_config)
+        if drifts and encoder is not None:
+            if isinstance(encoder, (str, os.PathLike)) and encoder != "base":
+                encoder = load_encoder(encoder)
+            self.encoder = FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
+        if drifts:
+            self.encoder.check_vocabulary(self.process.vocab_size)
+        mask_id = getattr(self.process, "mask_id", None)
+        kwargs.setdefault(
+            "data_collator",
+            CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, mask_id),
+        )
+        super().__init__(model=model, args=args, **kwargs)
+        if self.is_fsdp_enabled and encoder == "base":
+            raise ValueError("encoder='base' does not work with FSDP, which splits its weights: leave encoder out.")
+        self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
+        if self.encoder is not None:
+            self.encoder.to(self.args.device)
+        self.real_queue, self.generated_queue = FeatureQueue(args.queue_size), FeatureQueue(args.queue_size)
+        self.ema = None
+        if args.ema_decay is not None:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
+            self.ema = WeightEMA(self.model, args.ema_decay)
+            self.add_callback(UpdateEMA(self.ema))
+        self.monitor = None
+        if args.gen_ppl_num_steps:
+            self.monitor = SampleMonitor(args, self.processing_class)
+            self.add_callback(Dynamics(args.gen_ppl_min_entropy_ratio))
+        _warn_of_half_precision(self.model)
+        self.card = Card.of_run(self.model, args, has_tokenizer=self.processing_class is not None)
+        if args.push_to_hub:
+            hide_local_base(self.model)
+        self.diagnostics = Diagnostics()
+        self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
+        self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
+
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
+
+    def _corrupt(
+        self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: range, num_rows: int | None
+    ) -> tuple[CorruptedBatch, Noise]:
+        """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
+        noise = row_noise(key, rows, inputs["input_ids"].shape[1], self.process.vocab_size)
+        if num_rows is None:
+            t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
+        else:
+            t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows.start, num_rows=num_rows)
+        return corrupt(self.process, inputs, noise, t), noise
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return sum_over_processes(self.accelerator, x)
+
+    # Training
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The mean loss of a micro-batch over all processes: drift plus `base_loss_weight` times the NELBO.
+
+        Raises:
+            ValueError: the loss is not finite; the message names the step. No weight has been touched by then.
+        """
+        step = self.state.global_step
+        micro = self._micro_step[1] if self._micro_step[0] == step else 0
+        self._micro_step = (step, micro + 1)
+        counts = row_counts(self.accelerator, inputs["input_ids"])
+        rows, num_rows = own_rows(self.accelerator, counts), sum(counts)
+        batch, noise = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
+        outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+        # The processes' gradients are averaged; these factors make that the mean over all rows and all tokens.
+        processes = self.accelerator.num_processes
+        loss = torch.zeros((), device=outputs.logits.device)
+        if self.args.objective != "none":
+            drift_loss = self._drift_loss(outputs.logits, batch, noise.order, counts)
+            loss = loss + drift_loss * (len(rows) * processes / num_rows)
+        if self.args.base_loss_weight > 0:
+            totals, tokens = row_nelbo(self.process, outputs.logits, batch)
+            base_loss = totals.sum() * processes / self._sum(tokens.sum()).clamp_min(1)
+            self.diagnostics.note(base_loss=base_loss)
+            loss = loss + self.args.base_loss_weight * base_loss
+        if self._sum((~loss.detach().isfinite()).float()) > 0:
+            raise ValueError(
+                f"The loss at optimizer step {step + 1} is not finite ({loss.item()} on this process). Training "
+                f"stopped before any weight took it in; checkpoints up to step {step} in {self.args.output_dir} are "
+                "untouched. A lower learning rate, max_grad_norm or float32 instead of float16 usually help."
+            )
+        return (loss, outputs) if return_outputs else loss
+
+    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch, order: Tensor, counts: list[int]) -> Tensor:
+        """The objective of this process's rows; every process has `counts` of them.
+
+        `order` [B, L], of uniforms, chooses the positions of token features.
+        """
+        args, E = self.args, self.encoder.embedding
+        logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
+        positions = None
+        if args.feature_pooling == "tokens":
+            shortest = self.accelerator.gather(batch.exists.sum(1).min().reshape(1)).min()
+            count = min(args.feature_tokens, max(int(shortest), 1))
+            positions = order.to(batch.exists.device).masked_fill(~batch.exists, -1).topk(count).indices
+        with self.accelerator.autocast():
+            lifted = soft_lift(logits, E, batch.x_t.clamp_max(last), batch.predicted, mode=args.encoder_input)
+            h = self.encoder(lifted, batch.attention_mask, positions)
+            with torch.no_grad():
+                u = self.encoder(E[batch.x_0.clamp_max(last)], batch.attention_mask, positions)
+        all_h, all_u, own = h.detach(), u, range(len(h))
+        if args.gather_features:
+            counts = [count * (len(h) // len(logits)) for count in counts]  # of features: one or more a row
+            own = own_rows(self.accelerator, counts)
+            all_h, all_u = gather_rows(self.accelerator, torch.cat([h.detach(), u], dim=1), counts).chunk(2, dim=1)
+        real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
+        drift = drift_field(
+            all_h,
+            real,
+            generated,
+            temperatures=args.temperatures,
+            self_index=torch.arange(len(all_h), device=h.device),
+            attraction=args.attraction,
+            repulsion=args.repulsion,
+            kernel=args.drift_kernel,
+        )
+        self.diagnostics.note_drift(drift, real, generated, args.temperatures)
+        queue_fill = torch.tensor(float(len(self.real_queue)), device=real.device)
+        self.diagnostics.note(queue_fill=queue_fill, token_entropy=token_entropy(logits.detach(), batch.predicted))
+        V = drift.field[own.start : own.stop]
+        if args.objective == "feature":
+            loss = feature_loss(h, V, args.drift_scale)
+        else:
+            step = {"step_size": args.mirror_step_size} if args.mirror_eta is None else {"eta": args.mirror_eta}
+            divergence = args.objective.removeprefix("mirror_")
+            loss, statistics = mirror_loss(
+                logits, h, V, batch.predicted, divergence=divergence, reduce=self._sum, **step
+            )
+            self.diagnostics.note(**statistics)
+        self.real_queue.push(all_u)
+        self.generated_queue.push(all_h)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            device, processes = self.args.device, self.accelerator.num_processes
+            logs |= self.diagnostics.means(lambda x: self._sum(x.to(device)) / processes if processes > 1 else x)
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def _averaged(self):
+        return nullcontext() if self.ema is None else self.ema.applied(self.model)
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        """As in `Trainer`, on the averaged weights if there are any; the training trajectory stays as it was.
+
+        The loss is the NELBO in nats per token of the whole data set, whatever the batch size and the padding.
+        """
+        self._eval_batches, self._eval_sums = 0, torch.zeros(2, dtype=torch.float64)
+        self._eval_rows = len(dataloader.dataset) if has_length(dataloader.dataset) else float("inf")
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with self._averaged(), torch.random.fork_rng(devices):
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+            sums = self._eval_sums if self.args.world_size == 1 else self._sum(self._eval_sums.to(self.args.device))
+            output.metrics[f"{metric_key_prefix}_loss"] = float(sums[0] / sums[1].clamp_min(1))
+            if self.monitor is not None:
+                with self.compute_loss_context_manager():
+                    measured = self.monitor.measure(self.model)
+                # The mean over processes, so that all of them stop, or none.
+                values = self._sum(torch.tensor(list(measured.values()), device=self.args.device))
+                values = (values / self.accelerator.num_processes).tolist()
+                for name, value in zip(measured, values, strict=True):
+                    output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The NELBO of a batch, with noise that depends on the rows' positions in the data set alone."""
+        inputs = self._prepare_inputs(inputs)
+        first = (self._eval_batches * self.accelerator.num_processes + self.accelerator.process_index) * (
+            self.args.eval_batch_size
+        )
+        self._eval_batches += 1
+        rows = range(first, first + len(inputs["input_ids"]))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            batch, _ = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
+            outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+            totals, counts = row_nelbo(self.process, outputs.logits, batch)
+        # Rows beyond the data set are repetitions that fill up the last batch of some process.
+        real = [row < self._eval_rows for row in rows]
+        self._eval_sums += torch.stack([totals.float(), counts.float()]).cpu().double()[:, real].sum(1)
+        return totals.sum() / counts.sum().clamp_min(1), None, None
+
+    def _determine_best_metric(self, metrics, trial):
+        floor = self.args.gen_ppl_min_entropy_ratio
+        if floor is not None and entropy_ratio(self.state.log_history) < floor:
+            return False
+        return super()._determine_best_metric(metrics, trial)
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, **kwargs):
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+
+        Raises:
+            ValueError: no complete checkpoint, or the one that is named is incomplete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            warn_of_changes(Path(resume_from_checkpoint), self._settings())
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+
+    def _settings(self) -> dict:
+        return recorded_settings(self.args, self.accelerator.num_processes)
+
+    def _save_rng_state(self, output_dir):
+        # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            save_state(Path(output_dir), self.real_queue, self.generated_queue, self.ema)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            record = {"global_step": self.state.global_step, "settings": self._settings()}
+            write_manifest(Path(output_dir), record)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_queues(Path(checkpoint), self.real_queue, self.generated_queue)
+            self._load_ema(checkpoint)
+
+    def _load_ema(self, checkpoint: str | os.PathLike) -> None:
+        if self.ema is not None:
+            load_ema(Path(checkpoint), self.ema, self.model)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._load_ema(self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`; unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any."""
+        if _internal_call and output_dir is not None:  # a checkpoint begins; what is there already no longer counts
+            if self.args.should_save:
+                Path(output_dir, MANIFEST).unlink(missing_ok=True)
+            super().save_model(output_dir, _internal_call)
+        else:
+            with self._averaged():
+                super().save_model(output_dir, _internal_call)
+
+    # Cards and the hub
+
+    def _save(self, output_dir=None, state_dict=None):
+        sharded = type(self.model)
+        # FSDP2 puts a class of torch's in front of the model's own; its code must not travel with the weights.
+        self.model.__class__ = next(c for c in sharded.__mro__ if not issubclass(c, FSDPModule))
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model.__class__ = sharded
+        if self.args.should_save:
+            self._write_card(output_dir or self.args.output_dir)
+
+    def _write_card(self, folder: str | os.PathLike) -> None:
+        self.card.repo = self.hub_model_id or self.args.hub_model_id
+        self.card.settings["trained_steps"] = self.state.global_step
+        self.card.save(Path(folder))
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write `card`, the facts of this run, instead of the Trainer's draft, whose arguments have no effect."""
+        if self.is_world_process_zero():
+            self._write_card(self.args.output_dir)
+
+    def push_to_hub(self, *args, **kwargs):
+        """As in `Trainer`, with the card of this run; adapters never name a directory of this machine as their base."""
+        hide_local_base(self.model)
+        return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The Trainer copies the files whose names it knows; code and card are not among them.
+        if self.is_world_process_zero():
+            for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
+                shutil.copy(path, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _warn_of_half_precision(model) -> None:
+    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
+    halves = [str(dtype) for dtype in (torch.float16, torch.bfloat16) if dtype in trainable]
+    if halves:
+        logger.warning(
+            "The trainable weights are %s: small updates will be lost to rounding. Load the model with "
+            "dtype=torch.float32 and set bf16=True instead.",
+            ", ".join(halves),
+        )
