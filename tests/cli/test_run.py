@@ -115,12 +115,12 @@ def test_what_was_dropped_is_said_and_how_the_text_was_cut_is_on_the_card(recipe
 def test_packed_rows_are_found_again_by_another_process(text_files, tmp_path):
     code = f"""
         from transformers import AutoTokenizer
-        from tokendrift_hf.data import packing as data
+        from tokendrift_hf.data import load_text, pack_documents, packing
         if {{again}}:
-            data._token_lists = None  # nothing is tokenised a second time
+            packing._token_lists = None  # nothing is tokenised a second time
         tokenizer = AutoTokenizer.from_pretrained({str(text_files / "base")!r})
-        text = data.load_text({str(text_files / "corpus.jsonl")!r})
-        print("FOUND", data.pack_documents(text, tokenizer, 16).cache_files)
+        text = load_text({str(text_files / "corpus.jsonl")!r})
+        print("FOUND", pack_documents(text, tokenizer, 16).cache_files)
     """
     first, second = (
         run_python(code.format(again=again), tmp_path, isolated=False).partition("FOUND")[2] for again in (False, True)

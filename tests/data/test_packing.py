@@ -14,16 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from tokendrift_hf.data import documentation
-from tokendrift_hf.data import packing as data
-from tokendrift_hf.data.packing import (
-    DiffusionCollator,
-    check_token_ids,
-    load_text,
-    pack_documents,
-    pack_tokens,
-    pad_tokens,
-)
+from tokendrift_hf.data import DiffusionCollator, documentation, load_text, pack_documents, packing, text
+from tokendrift_hf.data.packing import check_token_ids, pack_tokens, pad_tokens
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, UniformProcess
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures" / "data_pipeline.json").read_text())
@@ -109,7 +101,7 @@ def test_packed_blocks_are_found_again(tokenizer, monkeypatch):
     def fail(*_):
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(data, "_token_lists", fail)
+    monkeypatch.setattr(packing, "_token_lists", fail)
     again = pack_documents(documents, tokenizer, 16)
     assert list(again["input_ids"]) == list(first["input_ids"])
     assert again.cache_files == first.cache_files
@@ -223,7 +215,7 @@ def hub(monkeypatch):
         rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(10)]})
         return rows.to_iterable_dataset() if kwargs.get("streaming") else rows
 
-    monkeypatch.setattr(data.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(text.datasets, "load_dataset", load_dataset)
     return calls
 
 
@@ -245,8 +237,8 @@ def test_openwebtext_is_read_from_its_parquet_form(hub, caplog):
 
 
 def test_streamed_openwebtext_is_cut_at_the_same_document(hub, monkeypatch):
-    monkeypatch.setattr(data, "_OPENWEBTEXT_DOCUMENTS", 10)
-    monkeypatch.setattr(data, "_OPENWEBTEXT_VALIDATION", 3)
+    monkeypatch.setattr(text, "_OPENWEBTEXT_DOCUMENTS", 10)
+    monkeypatch.setattr(text, "_OPENWEBTEXT_VALIDATION", 3)
     train = [row["text"] for row in load_text("openwebtext", streaming=True)]
     validation = [row["text"] for row in load_text("openwebtext", split="validation", streaming=True)]
     assert (train, validation) == ([str(i) for i in range(7)], ["7", "8", "9"])

@@ -19,16 +19,15 @@ from toys import record
 
 import tokendrift_hf
 from tokendrift_hf import GenPPL
-from tokendrift_hf.evaluation.grid import (
+from tokendrift_hf.evaluation.comparison import (
     ENTROPY_CURVE,
-    Cell,
-    Harness,
     evaluate_models,
     gen_ppl_at_entropy,
     matching_temperature,
-    nelbo_perplexity,
     summarise,
 )
+from tokendrift_hf.evaluation.grid import Cell, Harness
+from tokendrift_hf.evaluation.likelihood import nelbo_perplexity
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from toys import record
 
-from tokendrift_hf.evaluation.grid import summarise
+from tokendrift_hf.evaluation.comparison import summarise
 from tokendrift_hf.evaluation.report import latex_table, markdown_table, paper_rows, plot, write_report
 
 ROOT = Path(__file__).parents[2]

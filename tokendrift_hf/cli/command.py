@@ -195,8 +195,9 @@ def run_evaluate(options: argparse.Namespace, rest: list[str]) -> int:
     import torch
     from accelerate import PartialState
 
-    from ..data.packing import load_text, pack_documents
-    from ..evaluation.grid import Harness, evaluate_models
+    from ..data import load_text, pack_documents
+    from ..evaluation.comparison import evaluate_models
+    from ..evaluation.grid import Harness
     from ..evaluation.report import paper_rows, write_report
     from ..files import write_json
     from ..models.loading import load_judge, load_model, load_tokenizer

@@ -13,9 +13,10 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 
-from ..data.packing import load_text, pack_documents
+from ..data import load_text, pack_documents
 from ..data.prompts import pack_prompts
-from ..evaluation.grid import Harness, evaluate_models
+from ..evaluation.comparison import evaluate_models
+from ..evaluation.grid import Harness
 from ..evaluation.report import write_report
 from ..files import write_json
 from ..models.loading import load_judge, load_model, load_tokenizer

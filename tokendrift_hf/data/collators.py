@@ -1,9 +1,14 @@
-"""CleanCollator: rows of clean token ids to a batch for `DriftTrainer`."""
+"""Rows of token ids to batches: clean ones for `DriftTrainer`, noisy ones for a plain `transformers.Trainer`."""
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess, stratified_times
 
 
 class CleanCollator:
@@ -69,3 +74,49 @@ class CleanCollator:
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+class DiffusionCollator:
+    """Adds the noise: `input_ids` = x_t, `timesteps` = t, `labels` = x_0, which is what a diffusion model's loss takes.
+
+    With it a plain `transformers.Trainer` continues the model's pretraining on its NELBO. t is stratified over the
+    batch on [eps, 1] (MDLM, `antithetic_sampling`).
+
+    The noise is a function of `seed` and of the batch's token ids alone, since a collator is told neither the step nor
+    the process it serves. Hence it does not depend on `dataloader_num_workers`, continues unchanged after a resume,
+    differs between processes (their rows differ) and leaves every global generator untouched; a reshuffled epoch makes
+    other batches and so draws other noise, and evaluation draws the same noise each time, which makes its losses
+    comparable. Only a batch that recurs with the same rows in the same order (no shuffling, or batches of one row)
+    draws its old noise again.
+
+    Args:
+        process: the model's forward process.
+        seed: any integer.
+        eps: smallest t, above 0.
+    """
+
+    def __init__(self, process: AbsorbingProcess | UniformProcess, seed: int = 0, eps: float = 1e-3):
+        self.process = process
+        self.seed = seed
+        self.eps = eps
+
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        """`rows` with `input_ids` (and `attention_mask`) of one length L; returns tensors [B, L] and `timesteps` [B].
+
+        Raises:
+            ValueError: rows of different lengths.
+        """
+        lengths = {len(row["input_ids"]) for row in rows}
+        if len(lengths) > 1:
+            raise ValueError(f"rows of lengths {sorted(lengths)} in one batch; pack the text with pack_documents.")
+        x_0 = torch.from_numpy(np.array([row["input_ids"] for row in rows], dtype=np.int64))
+        digest = hashlib.sha256(f"{self.seed}/".encode() + x_0.numpy().tobytes()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        t = stratified_times(torch.rand(len(rows), generator=generator), self.eps)
+        uniforms = torch.rand(x_0.shape, generator=generator)
+        random_tokens = torch.randint(self.process.vocab_size, x_0.shape, generator=generator)
+        x_t = self.process.corrupt(x_0, t, uniforms, random_tokens)
+        batch = {"input_ids": x_t, "timesteps": t, "labels": x_0}
+        if "attention_mask" in rows[0]:
+            batch["attention_mask"] = torch.tensor([list(row["attention_mask"]) for row in rows])
+        return batch

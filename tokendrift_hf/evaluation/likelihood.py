@@ -1,0 +1,57 @@
+"""The NELBO perplexity of real text: what a refinement costs in likelihood."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..hub.process_tokendrift import stratified_times
+from ..objective.corruption import corrupt, row_nelbo
+from ..objective.noise import EVALUATE, row_noise
+
+
+@torch.no_grad()
+def nelbo_perplexity(
+    model: PreTrainedModel, rows: torch.Tensor, num_draws: int = 1, seed: int = 0, batch_size: int = 32
+) -> dict[str, float]:
+    """exp of the NELBO per token on real text, an upper bound on the model's perplexity, with its standard error.
+
+    The times of all N * num_draws losses are stratified: draw d of the row of rank i, the ranks being a random order of
+    the rows, has its time in stratum d N + i. So the mean s_i over a row's draws has a trend in i, which does not make
+    the mean over rows uncertain, and noise, which does. The standard error sees the noise alone, in the differences
+    between neighbours in rank (on a ring, so that each row counts twice): Var = sum_i (s_i - s_(i-1))^2 / (2 N^2). It
+    covers the draws of t and x_t, and the choice of the rows as far as they are independent.
+
+    Args:
+        model: an MDLM or DUO model.
+        rows: clean ids [N, L], N >= 2.
+        num_draws: draws of t and x_t for every row (n_mc).
+        seed: of the noise, which is the same for every model and batch size.
+        batch_size: rows at a time.
+
+    Returns:
+        `nelbo` in nats per token with `nelbo_se`; `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method).
+
+    Raises:
+        ValueError: fewer than two rows.
+    """
+    N, L = rows.shape
+    if N < 2:
+        raise ValueError(f"A standard error needs at least 2 rows of text; found {N}.")
+    model.eval()
+    rows = rows[torch.from_numpy(np.random.default_rng((seed, EVALUATE)).permutation(N))]
+    sums = torch.zeros(N, dtype=torch.float64)
+    for draw in range(num_draws):
+        for start in range(0, N, batch_size):
+            x_0 = rows[start : start + batch_size].to(model.device)
+            noise = row_noise((seed, EVALUATE, draw), range(start, start + len(x_0)), L, model.config.vocab_size)
+            t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N)
+            batch = corrupt(model.process, {"input_ids": x_0}, noise, t)
+            totals, _ = row_nelbo(model.process, model(input_ids=batch.x_t, timesteps=batch.t).logits, batch)
+            sums[start : start + len(x_0)] += totals.double().cpu() / (num_draws * L)
+    nelbo, error = float(sums.mean()), float((sums - sums.roll(1)).square().sum().sqrt()) / (math.sqrt(2) * N)
+    perplexity = math.exp(nelbo)
+    return {"nelbo": nelbo, "nelbo_se": error, "nelbo_ppl": perplexity, "nelbo_ppl_se": perplexity * error}
