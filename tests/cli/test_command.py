@@ -111,6 +111,19 @@ def test_generate_continues_a_prompt_and_can_be_watched(text_files, capsys, monk
     assert frames[-1] == plain
 
 
+def test_a_prompt_begins_as_training_rows_do_without_a_bos(text_files, tmp_path, capsys):
+    """A tokenizer without bos: eos stands in for it in the rows of training, and here too."""
+    model, tokenizer = (load(text_files / "base") for load in (load_model, load_tokenizer))
+    tokenizer.bos_token, eos = None, tokenizer.eos_token_id
+    tokenizer.save_pretrained(tmp_path / "no_bos")
+    prompt = "Return the"
+    call = ["generate", str(text_files / "base"), "--tokenizer", str(tmp_path / "no_bos"), "--num-steps", "2"]
+    assert main([*call, "--prompt", prompt]) == 0
+    ids = torch.tensor([[eos, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+    row = model.generate(ids, num_steps=2, max_length=16, seed=0)[0]
+    assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
+
+
 def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys):
     path = tmp_path / "long.jsonl"
     call = ["generate", str(text_files / "base"), "--max-new-tokens", "30", "--num-steps", "1", "--temperature", "0"]

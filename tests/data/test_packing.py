@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from tokendrift_hf.data import DiffusionCollator, documentation, load_text, pack_documents, packing, text
-from tokendrift_hf.data.packing import check_token_ids, pack_tokens, pad_tokens
+from tokendrift_hf.data.packing import check_blocks, pack_tokens, pad_tokens, row_ends
+from tokendrift_hf.data.prompts import pack_prompts
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, UniformProcess
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures" / "data_pipeline.json").read_text())
@@ -133,12 +134,26 @@ def test_a_corpus_without_documents_is_refused(tokenizer):
         pack_documents(as_text([[], []]), tokenizer, 16, wrap=False)
 
 
+@pytest.mark.parametrize(("bos", "first"), [("7", 7), (None, EOS)])
+def test_rows_of_text_and_of_prompts_lie_between_the_same_ends(tokenizer, bos, first):
+    """Bos and eos; where a tokenizer has no bos, eos stands in."""
+    tokenizer.bos_token = bos
+    assert row_ends(tokenizer) == (first, EOS)
+    wrapped = pack_documents(as_text([[1, 2, 3]]), tokenizer, 5)
+    padded = pack_documents(as_text([[1, 2, 3]]), tokenizer, 5, wrap=False)
+    pairs = pack_prompts(datasets.Dataset.from_dict({"prompt": ["1 2"], "text": ["3"]}), tokenizer, 5)
+    for rows in (wrapped, padded, pairs):
+        assert rows[0]["input_ids"] == [first, 1, 2, 3, EOS]
+
+
 def test_block_size_and_eos_are_checked(tokenizer):
     with pytest.raises(ValueError, match="block_size is 2"):
         pack_documents(as_text([[1]]), tokenizer, 2)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
         pack_documents(as_text([[1]]), tokenizer, 16)
+    with pytest.raises(ValueError, match="no eos token"):
+        pack_prompts(datasets.Dataset.from_dict({"prompt": ["1"], "text": ["2"]}), tokenizer, 16)
 
 
 def test_token_ids_out_of_range_are_refused(tokenizer):
@@ -150,7 +165,7 @@ def test_token_ids_out_of_range_are_refused(tokenizer):
     with pytest.raises(ValueError, match="the model knows 0 to 9"):
         list(pack_documents(documents.to_iterable_dataset(), tokenizer, 16, vocab_size=10))
     with pytest.raises(ValueError, match="run from -100 to 3"):
-        check_token_ids(datasets.Dataset.from_dict({"input_ids": [[0, 3], [2, -100]]}), 50)
+        check_blocks(datasets.Dataset.from_dict({"input_ids": [[0, 3], [2, -100]]}), 50)
 
 
 # corpora

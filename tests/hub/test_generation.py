@@ -491,8 +491,8 @@ def test_settings_with_unknown_names_are_refused():
         ("mdlm", {"input_ids": torch.zeros(4, dtype=torch.long)}, "tensor of integer ids"),
         ("mdlm", {"input_ids": torch.tensor([[1, 2, 3]])}, "nothing to generate"),
         ("duo", {"input_ids": torch.tensor([[1, 2, 3]])}, "nothing to generate"),
-        ("mdlm", {"input_ids": torch.tensor([[1, 99, MASK]])}, "ids from 1 to 99. They must be 0 to 22"),
-        ("mdlm", {"input_ids": torch.tensor([[1, -1, MASK]])}, "ids from -1 to 1"),
+        ("mdlm", {"input_ids": torch.tensor([[1, 99, MASK]])}, "ids run from 1 to 99, but the model knows 0 to 22"),
+        ("mdlm", {"input_ids": torch.tensor([[1, -1, MASK]])}, "ids run from -1 to 1"),
         ("duo", {"input_ids": torch.tensor([[1, MASK]]), "max_new_tokens": 2}, "knows no mask"),
         (
             "mdlm",

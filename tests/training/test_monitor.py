@@ -13,7 +13,7 @@ from toys import logged, make_trainer, toy_rows
 from transformers import TrainerCallback
 
 from tokendrift_hf import GenPPL
-from tokendrift_hf.training.monitor import dynamics, entropy_ratio, plot_dynamics, unigram_entropy
+from tokendrift_hf.training.monitor import dynamics, entropy_ratio, mean_entropy, plot_dynamics
 
 
 class Collapse(TrainerCallback):
@@ -28,7 +28,7 @@ class Collapse(TrainerCallback):
 def test_entropy_is_that_of_the_token_counts():
     rows = [[1, 1, 2, 3], [5, 5, 5, 5], [0, 1, 2, 3]]
     expected = [-sum(n / 4 * math.log(n / 4) for n in Counter(row).values()) for row in rows]
-    assert unigram_entropy(torch.tensor(rows)) == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert mean_entropy(torch.tensor(rows)) == pytest.approx(sum(expected) / 3, rel=1e-6)
 
 
 def test_logs_gen_ppl_and_entropy_and_writes_the_dynamics(text_model, text_files, tmp_path):

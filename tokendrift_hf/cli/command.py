@@ -147,6 +147,7 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
 def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     import torch
 
+    from ..data.packing import row_ends
     from ..models.loading import load_model, load_tokenizer
     from .watch import Watch
 
@@ -164,10 +165,9 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     }
     inputs = {"num_samples": options.num_samples, "seed": options.seed}
     if options.prompt:
-        # Every row that a model was trained on begins with bos.
-        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        bos, _ = row_ends(tokenizer)  # with which every row begins that a model was trained on
         prompt = tokenizer(options.prompt, add_special_tokens=False)["input_ids"]
-        inputs["input_ids"] = torch.tensor([bos + prompt])
+        inputs["input_ids"] = torch.tensor([[bos, *prompt]])
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.config.max_position_embeddings
     if options.watch:
@@ -175,7 +175,7 @@ def run_generate(options: argparse.Namespace, rest: list[str]) -> int:
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()
-    start = len(bos) if options.prompt else 0
+    start = 1 if options.prompt else 0
     texts = tokenizer.batch_decode([row[start:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
     record |= {name: value for name, value in output.settings.items() if value is not None}

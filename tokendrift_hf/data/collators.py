@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess, stratified_times
+from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess, check_token_ids, stratified_times
 
 
 class CleanCollator:
@@ -42,12 +42,7 @@ class CleanCollator:
                 f"A row has {min(lengths) if min(lengths) == 0 else max(lengths)} tokens, but the model takes 1 to "
                 f"{self.max_length}. Pack the text into blocks of at most that length."
             )
-        low, high = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"Token ids run from {low} to {high}, but the model knows 0 to {self.vocab_size - 1}. Use the "
-                "tokenizer that the model was trained with."
-            )
+        check_token_ids(min(int(x.min()) for x in ids), max(int(x.max()) for x in ids), self.vocab_size)
         if self.mask_id is not None and any(bool((x == self.mask_id).any()) for x in ids):
             raise ValueError(
                 f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place "

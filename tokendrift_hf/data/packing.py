@@ -17,6 +17,8 @@ import datasets
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from ..hub.process_tokendrift import check_token_ids
+
 logger = logging.getLogger(__name__)
 
 _DOCUMENTS_PER_CALL = 1000
@@ -54,8 +56,7 @@ def pack_documents(
     """
     if block_size < 3:
         raise ValueError(f"block_size is {block_size}; a row holds bos, eos and at least one token, so give 3 or more.")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token, which separates documents; set tokenizer.eos_token.")
+    row_ends(tokenizer)
     if isinstance(documents, datasets.Dataset) and len(documents) == 0:
         raise ValueError("the corpus holds no document; check the path, the split and the filters.")
     options = {
@@ -81,7 +82,7 @@ def pack_documents(
             "give more text, a smaller block_size, or wrap: false (--wrap false), which pads a document to a row."
         ) from error
     if vocab_size is not None:
-        check_token_ids(blocks, vocab_size)
+        check_blocks(blocks, vocab_size)
     logger.info("%d rows of %d tokens", len(blocks), block_size)
     return blocks
 
@@ -122,12 +123,27 @@ def pad_tokens(
     return cut
 
 
-def check_token_ids(blocks: datasets.Dataset, vocab_size: int) -> None:
+def row_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The ids between which every row of this package lies: bos, for which eos stands in where there is none, and eos.
+
+    Raises:
+        ValueError: no eos token.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError(
+            "The tokenizer has no eos token, which ends documents and completions. Set tokenizer.eos_token to a token "
+            "of its vocabulary."
+        )
+    return (eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id), eos
+
+
+def check_blocks(blocks: datasets.Dataset, vocab_size: int) -> None:
     """Raise ValueError if `blocks["input_ids"]` has an id outside [0, vocab_size). Reads the Arrow columns in place."""
     for chunk in blocks.with_format("arrow").select_columns(["input_ids"]).iter(batch_size=_DOCUMENTS_PER_CALL):
         extremes = pc.min_max(pc.list_flatten(chunk["input_ids"]))
         if extremes["min"].is_valid:
-            _refuse_outside(extremes["min"].as_py(), extremes["max"].as_py(), vocab_size)
+            check_token_ids(extremes["min"].as_py(), extremes["max"].as_py(), vocab_size)
 
 
 def _token_lists(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -150,15 +166,14 @@ def _rows(
     def counted() -> Iterator[list[int]]:
         for ids in _token_lists(documents, tokenizer):
             if vocab_size is not None and ids:
-                _refuse_outside(min(ids), max(ids), vocab_size)
+                check_token_ids(min(ids), max(ids), vocab_size)
             count["documents"] += 1
             count["empty"] += not ids
             count["tokens"] += len(ids)
             yield ids
 
     start = time.perf_counter()
-    eos = tokenizer.eos_token_id
-    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    bos, eos = row_ends(tokenizer)
     pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if wrap:
         dropped = yield from pack_tokens(counted(), block_size, bos=bos, eos=eos, insert_eos=insert_eos)
@@ -171,11 +186,3 @@ def _rows(
         "%d documents (%d empty), %d tokens, %d dropped %s, %.0f tokens/s",
         count["documents"], count["empty"], count["tokens"], dropped, where, rate,
     )  # fmt: skip
-
-
-def _refuse_outside(low: int, high: int, vocab_size: int) -> None:
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"token ids run from {low} to {high}, but the model knows 0 to {vocab_size - 1}; "
-            "use the tokenizer that the model was trained with."
-        )

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import datasets
 from transformers import PreTrainedTokenizerBase
 
+from .packing import row_ends
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,8 +30,7 @@ def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bl
     Raises:
         ValueError: no eos token; no pair that fits.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token, which ends a completion; set tokenizer.eos_token.")
+    row_ends(tokenizer)
     options = {"pairs": pairs, "tokenizer": tokenizer, "block_size": block_size}
     ids = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": ids, "prompt_mask": ids})
@@ -47,8 +48,7 @@ def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bl
 def _rows(
     pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> Iterator[dict[str, list[int]]]:
-    eos = tokenizer.eos_token_id
-    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    bos, eos = row_ends(tokenizer)
     dropped = cut = 0
     for batch in pairs.iter(batch_size=1000):
         prompts, completions = (

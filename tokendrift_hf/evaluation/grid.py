@@ -80,7 +80,7 @@ def _defaults(model: PreTrainedModel) -> dict:
     return defaults | {"attn_implementation": model.config._attn_implementation}
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+def state_digest(model: torch.nn.Module) -> str:
     """First digits of a SHA-256 over names and bytes of all weights: equal for equal models, whatever their path."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -120,11 +120,11 @@ class Harness:
         sizes = {label: model.config.vocab_size - hasattr(model.process, "mask_id") for label, model in models.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
-        self.weights = {label: _digest([weights_digest(m), _defaults(m)]) for label, m in models.items()}
+        self.weights = {label: _digest([state_digest(m), _defaults(m)]) for label, m in models.items()}
         scorer = self.metric.judge
         how = [judge.get(name) for name in ("mode", "max_length", "mauve_references", "mauve_settings")]
         readers = [reader.get_vocab() for reader in (tokenizer, scorer.tokenizer)]
-        self.scoring = _digest([weights_digest(scorer.model), scorer.dtype, how, readers])
+        self.scoring = _digest([state_digest(scorer.model), scorer.dtype, how, readers])
 
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
         length = self.models[model].config.max_position_embeddings

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .denoiser_tokendrift import Noise
+from .process_tokendrift import check_token_ids
 
 
 @dataclass
@@ -148,8 +149,8 @@ def prompted(
 
 
 def _check_kept(kept: torch.Tensor, vocab_size: int, mask_id: int | None, reserved_id: int):
-    if len(kept) and (kept.min() < 0 or kept.max() >= vocab_size):
-        raise ValueError(f"input_ids has ids from {kept.min()} to {kept.max()}. They must be 0 to {vocab_size - 1}.")
+    if len(kept):
+        check_token_ids(int(kept.min()), int(kept.max()), vocab_size)
     if mask_id is not None and (kept == mask_id).any():
         raise ValueError("prompt_mask keeps positions that hold the mask. Leave them free, or put a token there.")
     if mask_id is None and (kept == reserved_id).any():

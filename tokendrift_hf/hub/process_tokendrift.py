@@ -57,6 +57,15 @@ def stratified_times(
     return (1 - eps) * ((uniforms / n + strata) % 1) + eps
 
 
+def check_token_ids(low: int, high: int, vocab_size: int) -> None:
+    """Raise ValueError unless the token ids `low` to `high` all lie in [0, vocab_size)."""
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"Token ids run from {low} to {high}, but the model knows 0 to {vocab_size - 1}. Use the tokenizer that "
+            "the model was trained with."
+        )
+
+
 def _per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A [B] (or scalar) tensor with trailing axes added, so that it broadcasts over `like` [B, ...]."""
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim())) if value.dim() else value

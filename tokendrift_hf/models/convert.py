@@ -99,7 +99,7 @@ def _from_directory(source: Path, model: str | None):
 def _from_file(source: Path, ema: bool, model: str | None):
     payload, layout = _read(source)
     state_dict = payload.get("state_dict", payload)
-    hyper_parameters = _plain(payload.get("hyper_parameters", {}))
+    hyper_parameters = _values(payload.get("hyper_parameters", {}))
     hyper_parameters = hyper_parameters.get("config", {}) if isinstance(hyper_parameters, dict) else {}
     tensors, left_out = _backbone(state_dict, source)
     beside = _model_of_config(source.parent)
@@ -219,14 +219,14 @@ def _read(source: Path) -> tuple[Mapping[str, Any], str]:
         ) from error
 
 
-def _plain(node: Any) -> Any:
+def _values(node: Any) -> Any:
     """Pickled omegaconf nodes, which arrive as `_Inert`, as the dicts, lists and values that they hold."""
     if isinstance(node, _Inert):
         state = node.state if isinstance(node.state, dict) else {}
-        return _plain(state.get("_content", state.get("_val")))
+        return _values(state.get("_content", state.get("_val")))
     if isinstance(node, Mapping):
-        return {key: _plain(value) for key, value in node.items()}
-    return [_plain(value) for value in node] if isinstance(node, (list, tuple)) else node
+        return {key: _values(value) for key, value in node.items()}
+    return [_values(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
 def _backbone(state_dict: Mapping[str, Any], source: Path) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -52,6 +52,11 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
         raise ValueError(f"{error}. LoRA takes targets, r, alpha and the fields of peft's LoraConfig.") from error
 
 
+def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The model inside peft's wrapper, or the model itself where there is none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path."""
     from peft import get_peft_model

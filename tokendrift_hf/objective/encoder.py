@@ -101,10 +101,9 @@ class FrozenEncoder:
                     "encoder with the adapters on. Switch one of them off."
                 )
             return cls.without_adapters(model, **kwargs)
-        trained = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
         shared = isinstance(encoder, FrozenEncoder) and encoder.frozen is not nullcontext
         found = encoder.model if isinstance(encoder, FrozenEncoder) else encoder
-        if not shared and any(found is other for other in trained):
+        if not shared and any(found is module for module in model.modules()):
             raise ValueError("encoder= is the model that is trained. Leave encoder out: a frozen copy is the default.")
         if isinstance(encoder, FrozenEncoder):
             return encoder
@@ -133,7 +132,7 @@ class FrozenEncoder:
         return self
 
     def hidden_states(self, inputs_embeds: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, ...]:
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        model = self.model
         if hasattr(model, "process"):  # a diffusion model of ours: skip the vocabulary head
             timesteps = inputs_embeds.new_full((inputs_embeds.shape[0],), self.timestep, dtype=torch.float32)
             return model.hidden_states(inputs_embeds, timesteps, attention_mask)[0]

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainingArguments
 
 from .. import __version__
+from ..models.lora import base_of
 
 # Licences of the assets, from the table in the paper's appendix.
 LICENCES = {
@@ -72,15 +73,15 @@ class Card:
     def of_run(cls, model: PreTrainedModel, args: TrainingArguments, *, has_tokenizer: bool) -> Card:
         """What a trainer knows: the model (with adapters or without) before training, and its arguments."""
         peft_configs = list(getattr(model, "peft_config", {}).values())
-        base = model.get_base_model() if peft_configs else model
+        base = base_of(model)
         name, is_local = _public_name(base.name_or_path or "")
         ours = [f.name for f in fields(args) if f.name not in {f.name for f in fields(TrainingArguments)}]
         ours = [name for name in ours if not name.startswith("gen_ppl_")]
-        settings = {name: _plain(getattr(args, name)) for name in [*ours, *OPTIMISATION]}
+        settings = {name: _json_value(getattr(args, name)) for name in [*ours, *OPTIMISATION]}
         settings["global_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         adapters = {}
         for config in peft_configs[:1]:
-            adapters = {name: _plain(getattr(config, name)) for name in OF_ADAPTERS if getattr(config, name, None)}
+            adapters = {name: _json_value(getattr(config, name)) for name in OF_ADAPTERS if getattr(config, name, None)}
         return cls(
             kind="lora" if peft_configs else "base" if args.objective == "none" else "full",
             model_class=type(base).__name__,
@@ -203,7 +204,7 @@ def _finite(x) -> bool:
     return isinstance(x, (int, float)) and math.isfinite(x)
 
 
-def _plain(value):
+def _json_value(value):
     """A value that JSON and YAML know."""
     if isinstance(value, Enum):
         return value.value

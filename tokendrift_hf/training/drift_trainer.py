@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from ..data.collators import CleanCollator
 from ..hub.process_tokendrift import stratified_times
 from ..models.loading import load_encoder
-from ..models.lora import add_adapters, hide_local_base
+from ..models.lora import add_adapters, base_of, hide_local_base
 from ..objective.corruption import CorruptedBatch, corrupt, row_nelbo
 from ..objective.drift import drift_field
 from ..objective.encoder import FrozenEncoder
@@ -90,7 +90,7 @@ class DriftTrainer(Trainer):
                 "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
             )
         has_adapters = hasattr(model, "peft_config")
-        base = model.get_base_model() if has_adapters else model
+        base = base_of(model)
         if not hasattr(base, "process"):
             raise ValueError(
                 f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "

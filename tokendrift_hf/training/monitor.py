@@ -45,7 +45,7 @@ class SampleMonitor:
         measured = {}
         for num_steps in self.args.gen_ppl_num_steps:
             ids = self.draw(model, num_steps)
-            measured[f"entropy_nfe{num_steps}"] = unigram_entropy(ids)
+            measured[f"entropy_nfe{num_steps}"] = mean_entropy(ids)
             if self.metric is not None:
                 with warnings.catch_warnings():  # that the samples are few is known
                     warnings.simplefilter("ignore")
@@ -93,7 +93,7 @@ class Dynamics(TrainerCallback):
             control.should_training_stop = True
 
 
-def unigram_entropy(ids: Tensor) -> float:
+def mean_entropy(ids: Tensor) -> float:
     """Entropy in nats of the tokens within a row of ids ``[N, L]``, mean over rows."""
     shares = [row.unique(return_counts=True)[1] / len(row) for row in ids]
     return float(torch.stack([torch.special.entr(p).sum() for p in shares]).mean())

@@ -128,7 +128,7 @@ class Judge:
                 f"The judge {model_id!r} cannot be loaded. It takes an autoregressive model of transformers, and its "
                 f"tokenizer beside it or in `model_tokenizer`. {reason}"
             ) from error
-        return cls(model.to(device).eval(), tokenizer, revision=weights_digest(model_id))
+        return cls(model.to(device).eval(), tokenizer, revision=files_digest(model_id))
 
     @torch.no_grad()
     def _batches(self, network, rows: list[list[int]], batch_size: int):
@@ -170,7 +170,7 @@ class Judge:
         return np.array([found[i] for i in sorted(found)])
 
 
-def weights_digest(model_id: str) -> str | None:
+def files_digest(model_id: str) -> str | None:
     """Digest of the weights in a local folder as "sha256:...", None for a Hub id (which has a commit instead)."""
     files = sorted(Path(model_id).glob("*.safetensors"))
     if not files:
@@ -388,7 +388,7 @@ def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], lis
     return texts, judge_rows, own_rows
 
 
-def plain(predictions) -> list:
+def as_lists(predictions) -> list:
     """Lists in place of arrays and tensors."""
     predictions = predictions.tolist() if hasattr(predictions, "tolist") else predictions
     return [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
@@ -459,7 +459,7 @@ class GenPPL(evaluate.Metric):
         """Add generated texts (list of str) or token ids (lists, array or tensor) to what `compute` will score."""
         if isinstance(predictions, str):
             raise ValueError("predictions is a single string. Use a list of strings.")
-        predictions = plain(predictions)
+        predictions = as_lists(predictions)
         if not predictions:
             raise ValueError("predictions is empty. Gen.-PPL needs at least one sample (an empty string is one).")
         super().add_batch(predictions=predictions, **kwargs)
@@ -495,7 +495,7 @@ class GenPPL(evaluate.Metric):
     def _mauve(self, judge: Judge, rows: list[list[int]], tokenizer, settings, max_length) -> dict:
         """MAUVE of the samples' judge ids; the features of the references are kept for the next compute."""
         length = min(max_length, judge.window)
-        references = tokenize(plain(settings["mauve_references"]), judge, tokenizer)[1]
+        references = tokenize(as_lists(settings["mauve_references"]), judge, tokenizer)[1]
         references = [row[:length] for row in references]
         if (judge.model, references) != self._references[:2]:
             self._references = (judge.model, references, judge.features(references, settings["batch_size"]))
