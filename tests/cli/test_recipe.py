@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tokendrift_hf.cli.command import flags
 from tokendrift_hf.cli.recipe import Recipe, read_recipe
+from tokendrift_hf.cli.train import field_flags
 from tokendrift_hf.training.drift_config import DriftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,10 +75,10 @@ def test_numbers_in_scientific_notation_are_numbers(tmp_path):
 
 def test_flags_override_the_file(tmp_path):
     path = _write(tmp_path, "model: x\nmax_steps: 3\nnum_steps: [4]")
-    recipe, arguments = read_recipe(path, flags(["--max_steps", "5", "--num-steps", "8", "16", "--bf16=true"]))
+    recipe, arguments = read_recipe(path, field_flags(["--max_steps", "5", "--num-steps", "8", "16", "--bf16=true"]))
     assert arguments == {"max_steps": 5, "bf16": True}
     assert recipe.num_steps == [8, 16]
-    recipe, arguments = read_recipe(path, flags(["--num-steps", "8", "--save_strategy", "no"]))
+    recipe, arguments = read_recipe(path, field_flags(["--num-steps", "8", "--save_strategy", "no"]))
     assert recipe.num_steps == [8] and arguments["save_strategy"] == "no"
 
 
@@ -86,17 +86,17 @@ def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path)
     path = _write(tmp_path, "model: x\nrevision: '12e4567'\nsampling_temperatures: [0, 1]")
     recipe, _ = read_recipe(path, {})
     assert recipe.revision == "12e4567" and recipe.sampling_temperatures == [0, 1]
-    recipe, arguments = read_recipe(path, flags(["--revision", "1234567", "--run_name", "2026-11-28"]))
+    recipe, arguments = read_recipe(path, field_flags(["--revision", "1234567", "--run_name", "2026-11-28"]))
     assert recipe.revision == "1234567" and arguments["run_name"] == "2026-11-28"
-    assert read_recipe(path, flags(["--revision", "null"]))[0].revision is None
+    assert read_recipe(path, field_flags(["--revision", "null"]))[0].revision is None
     with pytest.raises(ValueError, match="output_dir must be .*'out', 'extra'"):
-        read_recipe(path, flags(["--output_dir", "out", "extra"]))
+        read_recipe(path, field_flags(["--output_dir", "out", "extra"]))
 
 
 @pytest.mark.parametrize(("words", "message"), [(["--max_steps"], "needs a value"), (["5"], "unexpected argument")])
 def test_flags_without_name_or_value_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        flags(words)
+        field_flags(words)
 
 
 def test_paths_are_relative_to_the_recipe(tmp_path):

@@ -15,10 +15,11 @@ import pytest
 import torch
 import yaml
 
+from tokendrift_hf.cli import main
 from tokendrift_hf.cli.budget import budget
-from tokendrift_hf.cli.command import flags, main
 from tokendrift_hf.cli.plan import accumulated, trainings
 from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.cli.train import field_flags
 from tokendrift_hf.training.drift_config import DriftConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -100,7 +101,7 @@ def test_continuations_differ_from_the_refinements_in_their_objective_alone():
 )
 def test_every_row_of_the_papers_tables_is_one_command(number, row):
     """It parses, makes a config of as many steps as the table's, and is in the guide with the paper's figures."""
-    _, arguments = read_recipe(RECIPES / row["recipe"], flags(shlex.split(row["flags"])))
+    _, arguments = read_recipe(RECIPES / row["recipe"], field_flags(shlex.split(row["flags"])))
     config = DriftConfig(**arguments | {"use_cpu": True, "bf16": False})
     assert config.max_steps == PAPER["tables"][number]["steps_trained"]
     guide = (RECIPES / "README.md").read_text()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import json
-import re
-import textwrap
-import types
 import typing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,8 +10,7 @@ from typing import Any
 
 import yaml
 
-# YAML 1.1 reads 1e-4 as text, but everybody means the number.
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+from .fields import is_of, read_as, type_name
 
 
 @dataclass
@@ -128,9 +122,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
 
     from ..training.drift_config import DriftConfig
 
-    types_of = {}
-    for cls in (Recipe, DriftConfig):
-        types_of[cls] = typing.get_type_hints(cls)
+    types_of = {cls: typing.get_type_hints(cls) for cls in (Recipe, DriftConfig)}
     ours = {f.name for f in fields(Recipe)}
     known = ours | {f.name for f in fields(DriftConfig) if f.init}
     for name, value in values.items():
@@ -141,10 +133,10 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
                 + (f" Did you mean {' or '.join(close)}?" if close else "")
                 + " tokendrift train --help lists them."
             )
-        wanted = types_of[Recipe if name in ours else DriftConfig][name]
-        values[name] = value = _meant(value, wanted, overrides.get(name))
-        if not _fits(value, wanted):
-            raise ValueError(f"{path}: {name} must be {_name(wanted)}, but it is {value!r}.")
+        kind = types_of[Recipe if name in ours else DriftConfig][name]
+        values[name] = value = read_as(value, kind, overrides.get(name))
+        if not is_of(value, kind):
+            raise ValueError(f"{path}: {name} must be {type_name(kind)}, but it is {value!r}.")
     if "model" not in values:
         raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
     recipe = Recipe(**{name: value for name, value in values.items() if name in ours})
@@ -153,81 +145,3 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
             setattr(recipe, name, str(path.parent / value))
     return recipe, {name: value for name, value in values.items() if name not in ours}
-
-
-def field_help() -> str:
-    """Every field of a recipe: name, type, default and meaning, for `tokendrift train --help`.
-
-    Taken from the source of the two classes, since importing `DriftConfig` (torch, transformers) takes seconds.
-    """
-    lines = [
-        "Fields of a recipe. Each is also a flag, whose value is YAML: --num_steps 4 8 --lora '{r: 4}' --judge null",
-        *_documented_fields(Path(__file__)),
-        "",
-        "Fields of the training (DriftConfig)",
-        *_documented_fields(Path(__file__).parents[1] / "training" / "drift_config.py"),
-        "",
-        "and every field of transformers' TrainingArguments (max_steps, per_device_train_batch_size, bf16, seed,",
-        "save_steps, hub_model_id, ...), which this prints: python -m pydoc transformers.TrainingArguments",
-    ]
-    return "\n".join(lines)
-
-
-def _documented_fields(path: Path) -> list[str]:
-    lines = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
-            default = ""
-            if "default" in given:
-                default = f" = {json.dumps(ast.literal_eval(given['default']))}"
-            elif isinstance(given.get("default_factory"), ast.Lambda):
-                default = f" = {ast.unparse(given['default_factory'].body)}"
-            lines.append(f"  {node.target.id}: {ast.unparse(node.annotation).replace('None', 'null')}{default}")
-            meaning = ast.literal_eval(given["metadata"])["help"]
-            lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return lines
-
-
-def _meant(value, wanted, flag: str | None):
-    """The first reading of a value from YAML that is of the wanted type; `flag`: the words, if it is from a flag."""
-    readings = [value] if isinstance(value, str) else []
-    readings.append(_numbers(value))
-    if flag is not None and not isinstance(value, (list, dict)):
-        readings.append(flag)  # --revision 1234567, --save_strategy no: YAML sees no text there
-    if flag is not None:
-        readings.append([_numbers(value)])  # --num_steps 4
-    if value is False:
-        readings.append("no")  # what YAML 1.1 makes of it: save_strategy: no
-    return next((reading for reading in readings if _fits(reading, wanted)), _numbers(value))
-
-
-def _numbers(value):
-    if isinstance(value, list):
-        return [_numbers(x) for x in value]
-    if isinstance(value, dict):
-        return {name: _numbers(x) for name, x in value.items()}
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-
-
-def _fits(value, wanted) -> bool:
-    """Whether a value read from YAML is of an annotated type; types that YAML cannot express are let through."""
-    origin = typing.get_origin(wanted)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(wanted))
-    if origin is list or wanted is list:
-        items = typing.get_args(wanted)
-        return isinstance(value, (list, tuple)) and all(_fits(x, items[0]) for x in value if items)
-    if origin is dict:
-        return isinstance(value, dict)
-    if wanted is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if wanted in (bool, str, dict, type(None)):
-        return isinstance(value, wanted)
-    return isinstance(value, str) if isinstance(wanted, type) else True
-
-
-def _name(wanted) -> str:
-    return getattr(wanted, "__name__", str(wanted)).replace("NoneType", "null").replace("None", "null")

@@ -1,0 +1,105 @@
+"""`tokendrift evaluate`: sample and score models over a grid. Heavy libraries are imported once it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+HELP = "sample and score models over steps, temperatures and seeds"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="directories or hub ids (LABEL=MODEL names a row)")
+    parser.add_argument("--judge", default="gpt2-large", help="model that scores (default gpt2-large)")
+    parser.add_argument("--num-steps", type=int, nargs="+", default=[4, 8, 16], help="default 4 8 16")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[1.0], help="default 1.0; several give the frontier"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many sampling seeds (default 3)")
+    parser.add_argument("--num-samples", type=int, default=256, help="for each cell (default 256)")
+    parser.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the network")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples drawn at a time (default 32)")
+    parser.add_argument("--tokenizer", help="if it is not beside the models")
+    parser.add_argument(
+        "--text",
+        help="real text (documentation, openwebtext, a file, a hub data set): adds its own "
+        "line, Gen.-PPL at its entropy, and the NELBO perplexity of every model",
+    )
+    parser.add_argument("--text-split", help="split of --text (default validation, for files train)")
+    parser.add_argument("--mauve", action="store_true", help="MAUVE against --text (needs tokendrift-hf[mauve])")
+    parser.add_argument(
+        "--match", nargs=2, metavar=("A", "B"), help="labels: sample A at B's entropy too, by its temperature"
+    )
+    parser.add_argument("--paper", metavar="N", help="print table N (1 to 6) of the paper beside the results")
+    parser.add_argument("--n-mc", type=int, default=1, help="noise draws a row for the NELBO (default 1)")
+    parser.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
+
+
+def run(options: argparse.Namespace) -> int:
+    from datetime import timedelta
+
+    import torch
+    from accelerate import PartialState
+
+    from ..data import load_text, pack_documents
+    from ..evaluation.comparison import evaluate_models
+    from ..evaluation.grid import Harness
+    from ..evaluation.report import paper_rows, write_report
+    from ..files import write_json
+    from ..models.loading import load_judge, load_model, load_tokenizer
+
+    named = {}
+    for argument in options.models:
+        label, equals, path = argument.partition("=")
+        named[label if equals else Path(argument).name] = path if equals else argument
+    if len(named) < len(options.models):
+        raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
+    for name in ("seeds", "num_samples", "batch_size", "n_mc"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least 1.")
+    if options.match is not None and (set(options.match) - set(named) or 1 not in options.temperatures):
+        raise ValueError(f"--match {' '.join(options.match)}: two of {list(named)}, sampled at temperature 1 as well.")
+    if options.mauve and options.text is None:
+        raise ValueError("--mauve compares samples with real text. Name it with --text.")
+    if options.paper is not None:
+        paper_rows(options.paper, options.num_steps)
+    results = {"models": named, "judge": options.judge}
+    _refuse_other_content(options.output_dir, results)
+    # A process may wait for the others as long as a cell takes, not ten minutes.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
+    models = {label: load_model(path).to(state.device) for label, path in named.items()}
+    tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
+    text = None
+    if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
+        length = next(iter(models.values())).config.max_position_embeddings
+        with state.main_process_first():  # the others find the packed rows in the cache
+            split = options.text_split or ("train" if Path(options.text).exists() else "validation")
+            blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)
+        text = blocks[: options.num_samples]["input_ids"]
+    judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
+    cells = options.output_dir / "cells"
+    harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
+    grid = (options.num_steps, options.temperatures, options.seeds, options.num_samples)
+    results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
+    if state.is_main_process:
+        print(write_report(results, options.output_dir, options.paper))
+        write_json(options.output_dir / "results.json", results)
+    return 0
+
+
+def _refuse_other_content(folder: Path, asked: dict) -> None:
+    """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
+    from ..training.checkpoint import changed_settings
+
+    path = folder / "results.json"
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if changed_settings(before, asked):
+            raise ValueError(
+                f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
+                "overwritten. Name another --output-dir."
+            )
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "cells").is_dir():
+        raise ValueError(f"{folder} holds something else than an evaluation. Name another --output-dir.")

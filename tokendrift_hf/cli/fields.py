@@ -1,0 +1,78 @@
+"""Fields of dataclasses, as YAML files and flags spell them: values read as their types, and a list for --help."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import textwrap
+import types
+import typing
+from pathlib import Path
+
+# YAML 1.1 reads 1e-4 as text, but everybody means the number.
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+def read_as(value, kind, flag: str | None = None):
+    """The first reading of a value from YAML that is of a type; `flag`: the words, if it is from a flag."""
+    readings = [value] if isinstance(value, str) else []
+    readings.append(_with_numbers(value))
+    if flag is not None and not isinstance(value, (list, dict)):
+        readings.append(flag)  # --revision 1234567, --save_strategy no: YAML sees no text there
+    if flag is not None:
+        readings.append([_with_numbers(value)])  # --num_steps 4
+    if value is False:
+        readings.append("no")  # what YAML 1.1 makes of it: save_strategy: no
+    return next((reading for reading in readings if is_of(reading, kind)), _with_numbers(value))
+
+
+def _with_numbers(value):
+    if isinstance(value, list):
+        return [_with_numbers(x) for x in value]
+    if isinstance(value, dict):
+        return {name: _with_numbers(x) for name, x in value.items()}
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def is_of(value, kind) -> bool:
+    """Whether a value read from YAML is of an annotated type; types that YAML cannot express are let through."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(is_of(value, option) for option in typing.get_args(kind))
+    if origin is list or kind is list:
+        items = typing.get_args(kind)
+        return isinstance(value, (list, tuple)) and all(is_of(x, items[0]) for x in value if items)
+    if origin is dict:
+        return isinstance(value, dict)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (bool, str, dict, type(None)):
+        return isinstance(value, kind)
+    return isinstance(value, str) if isinstance(kind, type) else True
+
+
+def type_name(kind) -> str:
+    return getattr(kind, "__name__", str(kind)).replace("NoneType", "null").replace("None", "null")
+
+
+def documented_fields(path: Path) -> list[str]:
+    """Name, type, default and meaning of every field of the dataclasses in a source file, as lines for --help.
+
+    The source is read and not imported, since `DriftConfig` needs torch and transformers, which take seconds.
+    """
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            default = ""
+            if "default" in given:
+                default = f" = {json.dumps(ast.literal_eval(given['default']))}"
+            elif isinstance(given.get("default_factory"), ast.Lambda):
+                default = f" = {ast.unparse(given['default_factory'].body)}"
+            lines.append(f"  {node.target.id}: {ast.unparse(node.annotation).replace('None', 'null')}{default}")
+            meaning = ast.literal_eval(given["metadata"])["help"]
+            lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return lines

@@ -1,0 +1,73 @@
+"""`tokendrift generate`: sample text from a model. Heavy libraries are imported once it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+HELP = "sample text from a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("--prompt", help="text to continue")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--num-steps", type=int, help="sampling steps (default: the model's setting, else 16)")
+    parser.add_argument("--max-new-tokens", type=int, help="after the prompt (default: up to the model's length)")
+    parser.add_argument("--stride", type=int, help="write text longer than the model in windows this far apart")
+    parser.add_argument("--sampler", help="sampler of generate() (default: the model's, else ancestral)")
+    parser.add_argument(
+        "--temperature", type=float, help="of the clean-token prediction; 0 is greedy (default: the model's, else 1)"
+    )
+    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens that hold this much probability")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default 0)")
+    parser.add_argument("--tokenizer", help="if it is not beside the model")
+    parser.add_argument("--watch", action="store_true", help="show the text taking shape in the terminal")
+    parser.add_argument("--output", type=Path, help="write samples and settings to this .jsonl file")
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..data.packing import row_ends
+    from ..models.loading import load_model, load_tokenizer
+    from .watch import Watch
+
+    if options.output is not None and options.output.exists():
+        raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
+    if options.watch and options.num_samples != 1:
+        raise ValueError(f"--watch shows one text, but --num-samples is {options.num_samples}.")
+    model = load_model(options.model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    settings = {
+        name: getattr(options, name)
+        for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")
+        if getattr(options, name) is not None
+    }
+    inputs = {"num_samples": options.num_samples, "seed": options.seed}
+    if options.prompt:
+        bos, _ = row_ends(tokenizer)  # with which every row begins that a model was trained on
+        prompt = tokenizer(options.prompt, add_special_tokens=False)["input_ids"]
+        inputs["input_ids"] = torch.tensor([[bos, *prompt]])
+        if "max_new_tokens" not in settings:
+            settings["max_length"] = model.config.max_position_embeddings
+    if options.watch:
+        inputs["callback"] = watch = Watch(tokenizer, getattr(model.process, "mask_id", None))
+    output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    if options.watch:
+        watch.end()
+    start = 1 if options.prompt else 0
+    texts = tokenizer.batch_decode([row[start:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
+    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
+    record |= {name: value for name, value in output.settings.items() if value is not None}
+    if options.output is None:
+        print("\n\n".join(texts))
+    else:
+        lines = [json.dumps({"text": text, "index": i} | record, ensure_ascii=False) for i, text in enumerate(texts)]
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{len(texts)} samples in {options.output}")
+    return 0
