@@ -45,3 +45,39 @@ def double_loop(h, u, v, temperatures, self_index=None, attraction=1.0, repulsio
         effective.append(number / len(anchors))
         fields.append(torch.tensor(field, dtype=torch.float64) / rms[-1])
     return torch.stack(fields).mean(dim=0), torch.tensor(rms, dtype=torch.float64), torch.tensor(effective)
+
+
+def log_probs(process, logits, x_t):
+    """log p(x_0 | x_t) [B, L, V] in float32 or float64. A masked model never predicts the mask, and keeps tokens."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if process.mask_id is None:
+        return torch.log_softmax(logits, dim=-1)
+    mask_column = torch.arange(process.vocab_size) == process.mask_id
+    log_p = torch.log_softmax(logits.masked_fill(mask_column, -1e6), dim=-1)
+    stays = torch.full_like(log_p, -1e6).scatter_(-1, x_t.unsqueeze(-1), 0.0)
+    return torch.where((x_t == process.mask_id).unsqueeze(-1), log_p, stays)
+
+
+def posterior(process, p_x0, x_t, alpha_t, alpha_s):
+    """q(x_s | x_t, x_0 ~ p_x0) [B, L, V].
+
+    MDLM: a mask stays with probability (1 - alpha_s) / (1 - alpha_t). DUO: proportional to
+    [a 1{k = x_t} + (1 - a)/V] * [alpha_s p_x0(k) + (1 - alpha_s)/V] with a = alpha_t / alpha_s, in which p_x0 is put
+    into the posterior of a clean token.
+
+    Args:
+        p_x0: clean-token probabilities [B, L, V], for MDLM without mass on the mask.
+        x_t: [B, L].
+        alpha_t, alpha_s: [B] or scalars, alpha_s > alpha_t. alpha_s = 1 is the last step, which leaves no noise.
+    """
+    alpha_t, alpha_s = (alpha.reshape(-1, 1, 1) for alpha in (alpha_t, alpha_s))
+    at_x_t, V = x_t.unsqueeze(-1), process.vocab_size
+    if process.mask_id is not None:
+        unmasked = (alpha_s - alpha_t) / (1 - alpha_t) * p_x0
+        unmasked[..., process.mask_id] += ((1 - alpha_s) / (1 - alpha_t)).squeeze(-1)
+        stays = torch.zeros_like(unmasked).scatter_(-1, at_x_t, 1.0)
+        return torch.where(at_x_t == process.mask_id, unmasked, stays)
+    a = alpha_t / alpha_s
+    noisy = alpha_s * p_x0 + (1 - alpha_s) / V
+    weights = (noisy * ((1 - a) / V)).scatter_add(-1, at_x_t, a * noisy.gather(-1, at_x_t))
+    return weights / weights.sum(dim=-1, keepdim=True)

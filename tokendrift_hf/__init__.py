@@ -17,7 +17,7 @@ _MODULE_OF = {
     "DUOConfig": "hub.configuration_tokendrift",
     "MDLMForMaskedLM": "hub.modeling_tokendrift",
     "DUOForMaskedLM": "hub.modeling_tokendrift",
-    "DiffusionGenerationConfig": "hub.generation_tokendrift",
+    "DiffusionGenerationConfig": "hub.settings_tokendrift",
     "DriftConfig": "training.drift_config",
     "DriftTrainer": "training.drift_trainer",
     "FeatureQueue": "objective.queue",

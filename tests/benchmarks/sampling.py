@@ -38,13 +38,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from pathlib import Path
 
 import torch
 
-from tokendrift_hf.hub.configuration_tokendrift import DUOConfig, MDLMConfig
-from tokendrift_hf.hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from reference import log_probs, posterior  # noqa: E402
+
+from tokendrift_hf.hub.configuration_tokendrift import DUOConfig, MDLMConfig  # noqa: E402
+from tokendrift_hf.hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM  # noqa: E402
 
 SIZES = {
     "170m": {},
@@ -89,8 +94,8 @@ def straightforward(model, batch: int, num_steps: int):
         logits = model(x, timesteps=t.expand(batch)).logits
         for row in range(batch):
             x_t = x[row : row + 1]
-            p_x0 = process.log_probs(logits[row : row + 1].double(), x_t).exp()
-            q_xs = process.posterior(p_x0, x_t, alpha_t.expand(1), alpha_s.expand(1))
+            p_x0 = log_probs(process, logits[row : row + 1].double(), x_t).exp()
+            q_xs = posterior(process, p_x0, x_t, alpha_t.expand(1), alpha_s.expand(1))
             exponential = -torch.rand_like(q_xs).log()
             x[row] = (q_xs / exponential).argmax(-1)[0]
     return x

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FIXTURES, recorded, tiny_model
+from reference import log_probs, posterior
 from safetensors import safe_open
 from torch import nn
 from transformers.modeling_outputs import MaskedLMOutput
@@ -17,8 +18,9 @@ from transformers.modeling_outputs import MaskedLMOutput
 from tokendrift_hf import DUOConfig, DUOForMaskedLM, MDLMConfig, MDLMForMaskedLM
 from tokendrift_hf.hub import samplers_tokendrift as samplers
 from tokendrift_hf.hub.denoiser_tokendrift import Denoiser, Noise, control, draw
-from tokendrift_hf.hub.generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
+from tokendrift_hf.hub.generation_tokendrift import DiffusionGenerationMixin
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, UniformProcess
+from tokendrift_hf.hub.settings_tokendrift import DiffusionGenerationConfig
 
 
 class Stub(nn.Module, DiffusionGenerationMixin):
@@ -91,13 +93,13 @@ def enumerate_run(model: Stub, laws, truncate=lambda logits: logits) -> torch.Te
     """
     V, L = model.process.vocab_size, model.config.max_position_embeddings
     states = torch.tensor(list(itertools.product(range(V), repeat=L)))
-    if hasattr(model.process, "mask_id"):
+    if model.process.mask_id is not None:
         law_of_x = (states == model.process.mask_id).all(1).double()
     else:
         law_of_x = torch.full((len(states),), 1.0 / V**L, dtype=torch.float64)
     for t, law in laws:
         logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
-        p = model.process.log_probs(truncate(logits.masked_fill(mask_column(model), -1e6)), states).exp()
+        p = log_probs(model.process, truncate(logits.masked_fill(mask_column(model), -1e6)), states).exp()
         q = law(p, states)
         transition = torch.ones(len(states), len(states), dtype=torch.float64)
         for position in range(L):
@@ -107,7 +109,7 @@ def enumerate_run(model: Stub, laws, truncate=lambda logits: logits) -> torch.Te
 
 
 def mask_column(model):
-    return torch.arange(model.process.vocab_size) == getattr(model.process, "mask_id", -1)
+    return torch.arange(model.process.vocab_size) == (-1 if model.process.mask_id is None else model.process.mask_id)
 
 
 def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
@@ -119,7 +121,7 @@ def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
 
     V = process.vocab_size
     noise = torch.zeros(V, dtype=torch.float64)
-    if hasattr(process, "mask_id"):
+    if process.mask_id is not None:
         noise[process.mask_id] = 1
     else:
         noise += 1 / V
@@ -128,14 +130,14 @@ def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
 
         def law(p, x, i=i, k=kappa[i]):
             a_t, a_s = (torch.tensor(alpha(time), dtype=torch.float64) for time in (times[i], times[i + 1]))
-            q_s = process.posterior(p, x, a_t, a_s) if a_s > a_t else nn.functional.one_hot(x, V).double()
-            clean = process.posterior(p, x, a_t, torch.ones_like(a_s))
+            q_s = posterior(process, p, x, a_t, a_s) if a_s > a_t else nn.functional.one_hot(x, V).double()
+            clean = posterior(process, p, x, a_t, torch.ones_like(a_s))
             return k * q_s + (1 - k) * (a_s * clean + (1 - a_s) * noise)
 
         laws.append((times[i], law))
     last = torch.tensor(alpha(times[N]), dtype=torch.float64)
     if removal == "ancestral":
-        laws.append((times[N], lambda p, x: process.posterior(p, x, last, torch.ones_like(last))))
+        laws.append((times[N], lambda p, x: posterior(process, p, x, last, torch.ones_like(last))))
     elif removal == "greedy":
         laws.append((times[N], lambda p, x: nn.functional.one_hot(p.argmax(-1), V).double()))
     return laws
@@ -301,7 +303,7 @@ def mixture(process, p, x, alpha_t, alpha_s, kappa):
     """The law of one step put together from the rates that the samplers use."""
     V = process.vocab_size
     old = nn.functional.one_hot(x, V).to(p)
-    if hasattr(process, "mask_id"):
+    if process.mask_id is not None:
         reveal, remask = samplers.absorbing_rates(alpha_t, alpha_s, kappa)
         mask = nn.functional.one_hot(torch.tensor(process.mask_id), V).to(p)
         masked = (x == process.mask_id)[..., None]
@@ -327,13 +329,13 @@ def test_rates_give_the_recorded_posteriors(kind):
     process = AbsorbingProcess(98, 97) if kind == "mdlm" else UniformProcess(98)
     for i in range(5):
         alpha_t, alpha_s = (fixture[f"{i}.alpha_{s}"][0, 0].double() for s in "ts")
-        clean = process.posterior(p, x, alpha_t, torch.ones_like(alpha_t))
+        clean = posterior(process, p, x, alpha_t, torch.ones_like(alpha_t))
         noise = nn.functional.one_hot(torch.tensor(97), 98) if kind == "mdlm" else 1 / 98
         noised = alpha_s * clean + (1 - alpha_s) * noise
         for kappa, name in ((1.0, "q_xs"), (0.7, "psi_kappa_0.7"), (0.0, "psi_kappa_0.0")):
             ours = mixture(process, p, x, alpha_t.item(), alpha_s.item(), kappa)
             torch.testing.assert_close(ours, fixture[f"{kind}.{i}.{name}"], rtol=1e-5, atol=1e-6)
-            formula = kappa * process.posterior(p, x, alpha_t, alpha_s) + (1 - kappa) * noised
+            formula = kappa * posterior(process, p, x, alpha_t, alpha_s) + (1 - kappa) * noised
             torch.testing.assert_close(ours, formula, rtol=1e-9, atol=1e-15)
 
 
@@ -362,7 +364,7 @@ def replay(name: str, kind: str, weights: str, dtype, greedy: bool, top_p: float
     for i, t in enumerate(times):
         logits = model(x, timesteps=torch.full((len(x),), t)).logits
         logits = control(logits.flatten(0, 1), 1.0, 0, top_p).view_as(logits)
-        p = process.log_probs(logits.to(dtype), x).exp()
+        p = log_probs(process, logits.to(dtype), x).exp()
         if i == N and greedy:
             new = torch.where(process.predicted_positions(x), p.argmax(-1), x)
         else:
@@ -371,7 +373,7 @@ def replay(name: str, kind: str, weights: str, dtype, greedy: bool, top_p: float
                 process, p, x, alphas[i], alpha_s, 1.0 if kappa is None or i == N else kappa(alphas[i], alpha_s)
             )
             new = reference_categorical(law, uniforms[i])
-            if hasattr(process, "mask_id") and kappa is None:
+            if process.mask_id is not None and kappa is None:
                 new = torch.where(x == process.mask_id, new, x)
         x = new
         inputs.append(x)
@@ -430,7 +432,6 @@ def test_recorded_runs_of_mdlm(name):
     [
         ("mdlm", {}, 1.0),
         ("duo", {}, 1.0),
-        ("mdlm", {"sampler": "analytic"}, 1.0),
         ("mdlm", {"noise_removal": "greedy"}, 1.0),
         ("duo", {"noise_removal": "greedy"}, 1.0),
         ("mdlm", {"noise_removal": "none"}, 1.0),
@@ -465,7 +466,7 @@ def test_each_step_follows_its_enumerated_transition(kind, kappa):
     states = torch.tensor(list(itertools.product(range(V), repeat=2)))
     t, law = laws[1]
     logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
-    q = law(model.process.log_probs(logits.masked_fill(mask_column(model), -1e6), states).exp(), states)
+    q = law(log_probs(model.process, logits.masked_fill(mask_column(model), -1e6), states).exp(), states)
     transition = q[:, 0][:, states[:, 0]] * q[:, 1][:, states[:, 1]]
     assert p_value(counts, (law_before[:, None] * transition).flatten()) > 1e-3
 
@@ -587,7 +588,7 @@ def test_samplers_change_the_order_but_not_the_marginals(kind):
     """When the prediction depends on nothing, all samplers give it at every position."""
     p = [0.5, 0.3, 0.15, 0.05]
     model = independent_stub(kind, p, 6)
-    extra = ["analytic", "first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
+    extra = ["first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
     for sampler in ["ancestral", "psi", *extra]:
         steps = {} if sampler == "first_hitting" else {"num_steps": 4}
         x = model.generate(num_samples=2000, sampler=sampler, seed=11, **steps)
@@ -603,7 +604,7 @@ def test_a_certain_network_leaves_no_noise_and_no_mask(kind, N):
     truth = torch.tensor([4, 0, 1, 3, 3, 2, 0])
     table = torch.full((1, L, V), -torch.inf, dtype=torch.float64).scatter(-1, truth[None, :, None], 0.0)
     model = Stub(AbsorbingProcess(V, V - 1) if kind == "mdlm" else UniformProcess(V), table)
-    extra = ["analytic", "first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
+    extra = ["first_hitting", "confidence", "margin", "entropy"] if kind == "mdlm" else []
     for sampler in ["ancestral", "psi", *extra]:
         steps = {} if sampler == "first_hitting" else {"num_steps": N}
         x = model.generate(num_samples=20, sampler=sampler, seed=N, **steps)

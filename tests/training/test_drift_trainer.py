@@ -63,7 +63,7 @@ def slow_features(encoder, embeds, order, args: DriftConfig):
 
 def slow_training(model, batches, args: DriftConfig):
     """Losses a step, and the two queues at the end; `model` is trained in place."""
-    encoder, masked = copy.deepcopy(model).eval(), hasattr(model.process, "mask_id")
+    encoder, masked = copy.deepcopy(model).eval(), model.process.mask_id is not None
     E = encoder.backbone.vocab_embed.embedding.detach()
     real, generated, losses = [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.config.max_position_embeddings
     if options.watch:
-        inputs["callback"] = watch = Watch(tokenizer, getattr(model.process, "mask_id", None))
+        inputs["callback"] = watch = Watch(tokenizer, model.process.mask_id)
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()

@@ -117,7 +117,9 @@ class Harness:
         self.models, self.tokenizer, self.folder = models, tokenizer, folder
         self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
         self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
-        sizes = {label: model.config.vocab_size - hasattr(model.process, "mask_id") for label, model in models.items()}
+        sizes = {
+            label: model.config.vocab_size - (model.process.mask_id is not None) for label, model in models.items()
+        }
         if len(set(sizes.values())) > 1:
             raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
         self.weights = {label: _digest([state_digest(m), _defaults(m)]) for label, m in models.items()}

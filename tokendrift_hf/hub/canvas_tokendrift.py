@@ -16,8 +16,11 @@ from .process_tokendrift import check_token_ids
 class Canvas:
     """One window while it is sampled, changed in place.
 
-    x: ids [B, W]. free: positions that may change, bool [B, W]. lengths: of the rows, beyond which nothing is free.
-    confidence: probability of the token under the last prediction asked for there, [B, W]; nan where none was.
+    Attributes:
+        x: ids [B, W].
+        free: positions that may change, bool [B, W].
+        lengths: of the rows. Beyond them nothing is free.
+        confidence: probability of the token under the last prediction asked for there, [B, W]. nan where none was.
     """
 
     x: torch.Tensor
@@ -30,18 +33,26 @@ class Canvas:
         self.x[rows, columns] = tokens
         self.confidence[rows, columns] = p.gather(1, tokens[:, None])[:, 0].to(self.confidence)
 
-    def rows_alike(self) -> bool:
-        """Whether all rows are the same, as masks without a prompt are, so that one of them serves the first call."""
-        return len(self.x) > 1 and len(set(self.lengths)) == 1 and bool((self.x == self.x[:1]).all())
+    def at(self, t: float) -> torch.Tensor:
+        """The time t for every row, [B]."""
+        return torch.full((len(self.x),), t, device=self.x.device)
 
 
 @dataclass
 class Texts:
-    """All that is to be written. tokens: ids [B, T]. free: positions to fill, bool [B, T]. lengths: of the rows."""
+    """All that is to be written.
+
+    Attributes:
+        tokens: ids [B, T].
+        free: positions to fill, bool [B, T].
+        lengths: of the rows.
+        padding: the id that padded the prompts, None if nothing did.
+    """
 
     tokens: torch.Tensor
     free: torch.Tensor
     lengths: list[int]
+    padding: int | None = None
 
     def window_ends(self, longest: int, stride: int | None):
         """For each window, where it ends in each row: first at the model's length, then `stride` further each time."""
@@ -125,6 +136,7 @@ def prompted(
     present = torch.ones_like(x, dtype=torch.bool)
     if attention_mask is not None:
         present = attention_mask.to(x.device).bool().repeat(copies, 1)
+    padding = None if present.all() else int(x[~present][0])
     lengths = present.sum(1)
     if (present[:, 1:] != present[:, :-1]).sum(1).gt(1).any() or not lengths.all():
         raise ValueError("attention_mask has a hole or an empty row. Padding must be on one side of a prompt.")
@@ -145,7 +157,7 @@ def prompted(
     if not free.any():
         remedy = "Give max_new_tokens or prompt_mask" + (", or put masks there." if mask_id is not None else ".")
         raise ValueError(f"There is nothing to generate: input_ids has no free position. {remedy}")
-    return Texts(x, free, ends)
+    return Texts(x, free, ends, padding)
 
 
 def _check_kept(kept: torch.Tensor, vocab_size: int, mask_id: int | None, reserved_id: int):

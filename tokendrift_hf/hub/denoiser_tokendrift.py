@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from .process_tokendrift import at_least_float32
+
 
 def draw_dtype(precision: str, device: torch.device) -> torch.dtype:
     """The dtype of random numbers and distribution functions: as asked for, but float32 on a device without float64."""
@@ -139,12 +141,13 @@ class Denoiser:
         self.tokens_per_call = 2**10 if on_cpu else 2**16
         self.num_calls = 0
 
-    def __call__(self, x, t, wanted, identical: bool = False, skip_below: torch.Tensor | None = None):
-        """One network call; none if nothing is wanted.
+    def __call__(self, x, t, wanted, skip_below: torch.Tensor | None = None):
+        """One network call, or none if nothing is wanted.
 
         Args:
-            x: [B, L]. t: [B]. wanted: bool [B, L].
-            identical: the rows of x, t and `present` are all alike, so that one of them serves all.
+            x: ids [B, L].
+            t: times [B].
+            wanted: bool [B, L].
             skip_below: [B, L]: leave out positions where p(x_t) is surely not above this, see `log_p_bounds`.
 
         Yields:
@@ -154,7 +157,7 @@ class Denoiser:
         if not len(active):
             return
         self.num_calls += 1
-        if identical:
+        if self.num_calls == 1 and self._alike(x, t):  # masks without a prompt: one row of them serves all
             union = wanted.any(0)
             hidden, c = self._hidden(x, t, active[:1], union.nonzero().T)
             rows, columns = wanted.nonzero(as_tuple=True)
@@ -203,6 +206,11 @@ class Denoiser:
             log_sum = ((h @ centres.T + biases) / temperature + log_sizes).logsumexp(-1)
         return (logits + 0.1) / temperature - log_sum  # 0.1: more than rounding in the head can make up for
 
+    def _alike(self, x: torch.Tensor, t: torch.Tensor) -> bool:
+        """Whether all rows are the same input."""
+        several = len(x) > 1 and self.present is None
+        return several and bool((x == x[:1]).all() & (t == t[:1]).all())
+
     def _hidden(self, x, t, rows, positions):
         mask = None if self.present is None else self.present[rows]
         output = self.model(
@@ -213,8 +221,8 @@ class Denoiser:
     def _predictions(self, rows, columns, hidden, hidden_row, c, c_row):
         for chunk in torch.arange(len(rows), device=rows.device).split(self.chunk_size):
             logits = self.model.logits(hidden[hidden_row[chunk], None], c[c_row[chunk]])[:, 0]
-            logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-            if hasattr(self.model.process, "mask_id"):
+            logits = logits.to(at_least_float32(logits.dtype))
+            if self.model.process.mask_id is not None:
                 logits[:, self.model.process.mask_id] = -torch.inf
             logits = control(logits, *self.controls)
             p = torch.softmax(logits, -1, out=logits)  # in place, for the memory

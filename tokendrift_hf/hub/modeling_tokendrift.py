@@ -19,8 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file, extract_commit_hash
 
 from .configuration_tokendrift import DiTConfig, DUOConfig, MDLMConfig
-from .generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
+from .generation_tokendrift import DiffusionGenerationMixin
 from .process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess, UniformProcess
+from .settings_tokendrift import DiffusionGenerationConfig
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

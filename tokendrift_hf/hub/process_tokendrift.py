@@ -1,4 +1,4 @@
-"""The corruption processes of discrete diffusion: noise schedule, forward noise, posterior and NELBO.
+"""The corruption processes of discrete diffusion: noise schedule, forward noise and NELBO.
 
 Notation: `x_0` clean ids [B, L], `x_t` noisy ids [B, L], `t` and `s < t` diffusion times in [0, 1], `alpha_t` the
 fraction of signal left at time t, V the vocabulary size. Randomness is always an argument, so every function is
@@ -71,8 +71,9 @@ def _per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim())) if value.dim() else value
 
 
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for a softmax over logits of `dtype`: float32 for half precision, else the same."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _noise(alpha: torch.Tensor) -> torch.Tensor:
@@ -106,38 +107,12 @@ class AbsorbingProcess:
         """M, the positions that the network predicts: the masked ones. Bool [B, L]."""
         return x_t == self.mask_id
 
-    def log_probs(self, logits: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
-        """log p(x_0 | x_t) in the SUBS parametrisation: never the mask, and present tokens stay. [B, L, V].
-
-        Computed in float32 or, if the logits are float64, in float64.
-        """
-        mask_column = torch.arange(self.vocab_size, device=logits.device) == self.mask_id
-        log_p = torch.log_softmax(_at_least_float32(logits).masked_fill(mask_column, NEGATIVE_INFINITY), dim=-1)
-        stays = torch.full_like(log_p, NEGATIVE_INFINITY).scatter_(-1, x_t.unsqueeze(-1), 0.0)
-        return torch.where(self.predicted_positions(x_t).unsqueeze(-1), log_p, stays)
-
-    def posterior(
-        self, p_x0: torch.Tensor, x_t: torch.Tensor, alpha_t: torch.Tensor, alpha_s: torch.Tensor
-    ) -> torch.Tensor:
-        """q(x_s | x_t, x_0 ~ p_x0) [B, L, V]: a mask stays with probability (1 - alpha_s) / (1 - alpha_t).
-
-        Args:
-            p_x0: clean-token probabilities [B, L, V] without mass on the mask.
-            x_t: [B, L].
-            alpha_t, alpha_s: [B], alpha_s > alpha_t. alpha_s = 1 is the last step, which leaves no mask.
-        """
-        alpha_t, alpha_s = _per_row(alpha_t, p_x0), _per_row(alpha_s, p_x0)
-        unmasked = (alpha_s - alpha_t) / (1 - alpha_t) * p_x0
-        unmasked[..., self.mask_id] += ((1 - alpha_s) / (1 - alpha_t)).squeeze(-1)
-        stays = torch.zeros_like(unmasked).scatter_(-1, x_t.unsqueeze(-1), 1.0)
-        return torch.where(self.predicted_positions(x_t).unsqueeze(-1), unmasked, stays)
-
     def nelbo(self, logits: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """The NELBO per token in nats, [B, L]: -alpha'/(1 - alpha) * -log p(x_0) at masked positions, else 0.
 
         With the log-linear schedule the weight is exactly 1/t.
         """
-        logits = _at_least_float32(logits)
+        logits = logits.to(at_least_float32(logits.dtype))
         mask_column = torch.arange(self.vocab_size, device=logits.device) == self.mask_id
         nll = F.cross_entropy(
             logits.masked_fill(mask_column, NEGATIVE_INFINITY).flatten(0, 1), x_0.flatten(), reduction="none"
@@ -156,7 +131,12 @@ class UniformProcess:
 
     Args:
         vocab_size: V. Every id can occur as noise, also one that never occurs in clean text (DUO's 50257).
+
+    Attributes:
+        mask_id: None. No id is a mask, so this is how the two processes are told apart.
     """
+
+    mask_id = None
 
     def __init__(self, vocab_size: int, schedule: LogLinearSchedule | None = None):
         self.vocab_size = vocab_size
@@ -176,30 +156,6 @@ class UniformProcess:
         """M, the positions that the network predicts: all, since none is known to be clean. Bool [B, L]."""
         return torch.ones_like(x_t, dtype=torch.bool)
 
-    def log_probs(self, logits: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
-        """log p(x_0 | x_t) [B, L, V], in float32 at least. `x_t` is not used."""
-        return torch.log_softmax(_at_least_float32(logits), dim=-1)
-
-    def posterior(
-        self, p_x0: torch.Tensor, x_t: torch.Tensor, alpha_t: torch.Tensor, alpha_s: torch.Tensor
-    ) -> torch.Tensor:
-        """q(x_s | x_t, x_0 ~ p_x0) [B, L, V], in the form of DUO (p_x0 is put into the posterior of a clean token).
-
-        It is proportional to [a 1{k = x_t} + (1 - a)/V] * [alpha_s p_x0(k) + (1 - alpha_s)/V], a = alpha_t / alpha_s.
-
-        Args:
-            p_x0: clean-token probabilities [B, L, V].
-            x_t: [B, L].
-            alpha_t, alpha_s: [B], alpha_s > alpha_t. alpha_s = 1 is the last step, which leaves no noise.
-        """
-        alpha_t, alpha_s = _per_row(alpha_t, p_x0), _per_row(alpha_s, p_x0)
-        alpha_ts = alpha_t / alpha_s
-        at_x_t = x_t.unsqueeze(-1)
-        noisy = alpha_s * p_x0 + (1 - alpha_s) / self.vocab_size
-        weights = noisy * ((1 - alpha_ts) / self.vocab_size)
-        weights = weights.scatter_add(-1, at_x_t, alpha_ts * noisy.gather(-1, at_x_t))
-        return weights / weights.sum(dim=-1, keepdim=True)
-
     def nelbo(self, logits: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """The NELBO per token in nats, [B, L]; not zero where x_t = x_0.
 
@@ -207,7 +163,7 @@ class UniformProcess:
         -alpha' / (V alpha) * sum_j r_j (r'_j / r_j - 1 - ln(r'_j / r_j)), every term of which is >= 0
         (equal to equation 15 of the DUO paper, written so that nothing cancels).
         """
-        log_p = torch.log_softmax(_at_least_float32(logits), dim=-1)
+        log_p = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
         alpha, d_alpha = _per_row(self.schedule.alpha(t), log_p), self.schedule.d_alpha(t)
         K = self.vocab_size
         log_noise, log_clean = _noise(alpha).log(), (K * alpha + 1 - alpha).log()  # ln y_bar of one-hot x_0: two values

@@ -9,6 +9,7 @@ Sources: MDLM (arXiv 2406.07524), DUO (2506.10892), psi samplers (2602.21185), R
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,6 @@ from .canvas_tokendrift import Canvas
 from .denoiser_tokendrift import Denoiser, Noise, draw
 
 LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
-ORDERED = ("confidence", "margin", "entropy")
 
 
 def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[float]) -> list[float]:
@@ -124,30 +124,49 @@ def uniform_rates(alpha_t: float, alpha_s: float, vocab_size: int) -> tuple[floa
     return alpha_t * vocab_size / (1 - alpha_t), keep, uniform
 
 
-def absorbing_step(canvas, denoiser, noise, mask_id, t, alpha_t, alpha_s, kappa, rows_alike=False):
-    """One step of MDLM, or of a psi sampler if kappa < 1: which masks fall does not depend on the prediction."""
+@dataclass(frozen=True)
+class Step:
+    """A step from time t to s < t.
+
+    Attributes:
+        t: the time that the network is told.
+        alpha_t, alpha_s: the signal left at both ends. alpha_s = 1 is the last step, which leaves no noise.
+        kappa: the weight of the posterior against a fresh forward noising, see `kappas`. 1 is the ancestral step.
+    """
+
+    t: float
+    alpha_t: float
+    alpha_s: float
+    kappa: float = 1.0
+
+
+def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
+    """MDLM. Which masks fall, and which tokens are masked again if kappa < 1, does not depend on the prediction."""
     event, token = noise.positions(canvas.lengths, 2).unbind(-1)
-    reveal, remask = absorbing_rates(alpha_t, alpha_s, kappa)
-    masked = canvas.x == mask_id
+    reveal, remask = absorbing_rates(step.alpha_t, step.alpha_s, step.kappa)
+    masked = canvas.x == process.mask_id
     again = canvas.free & ~masked & (event < remask)
     wanted = canvas.free & masked & (event < reveal)
-    for rows, columns, p in denoiser(canvas.x, t, wanted, rows_alike):
+    for rows, columns, p in denoiser(canvas.x, canvas.at(step.t), wanted):
         canvas.put(rows, columns, draw(p, token[rows, columns]), p)
-    canvas.x.masked_fill_(again, mask_id)
+    canvas.x.masked_fill_(again, process.mask_id)
     canvas.confidence.masked_fill_(again, torch.nan)
 
 
-def uniform_step(canvas, denoiser, noise, vocab_size, t, alpha_t, alpha_s, kappa):
-    """One step of DUO, or of a psi sampler if kappa < 1. At most positions the outcome is known without the network."""
+def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
+    """DUO. At most positions the outcome is known without the network."""
+    # What happens at each position: x_t is kept, or noise comes, or the network decides or gives the token.
     branch, event, odds, token = noise.positions(canvas.lengths, 4).unbind(-1)
-    random_tokens = (token * vocab_size).long()
-    pull, keep, uniform = uniform_rates(alpha_t, alpha_s, vocab_size)
-    forward = branch >= kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
+    random_tokens = (token * process.vocab_size).long()
+    pull, keep, uniform = uniform_rates(step.alpha_t, step.alpha_s, process.vocab_size)
+    forward = branch >= step.kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
     kept = ~forward & (event < keep)
-    noised = torch.where(forward, event < 1 - alpha_s, ~kept & (event < keep + uniform))
+    noised = torch.where(forward, event < 1 - step.alpha_s, ~kept & (event < keep + uniform))
     least = odds / (1 - odds) / pull  # x_t stays where p(x_t) is larger
     unclear = canvas.free & ~kept & ~(forward & noised)
-    for rows, columns, p in denoiser(canvas.x, t, unclear, skip_below=torch.where(noised, least, 0.0)):
+    # The network is asked where it matters. Where noise would come it can only say that x_t stays.
+    skip_below = torch.where(noised, least, 0.0)
+    for rows, columns, p in denoiser(canvas.x, canvas.at(step.t), unclear, skip_below=skip_below):
         old, noised_here = canvas.x[rows, columns], noised[rows, columns]
         stays = p.gather(1, old[:, None])[:, 0] > least[rows, columns]
         noised[rows, columns] = noised_here & ~stays
@@ -161,38 +180,26 @@ def uniform_step(canvas, denoiser, noise, vocab_size, t, alpha_t, alpha_s, kappa
 
 
 def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
-    """ancestral, analytic and psi: N steps along the time grid, then noise removal.
-
-    For the masked process the analytic (score-based) kernel is the ancestral one, so they are one sampler here.
-    """
+    """ancestral and psi: N steps along the time grid, then noise removal."""
     N = settings.num_steps
     times = time_grid(settings.time_grid, N, settings.psi_fractions)
     alphas = process.schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
     kappa = kappas(settings.psi if settings.sampler == "psi" else "pure-posterior", settings.psi_fractions, alphas)
-
-    def at(time):
-        return torch.full((len(canvas.x),), time, device=canvas.x.device)
-
-    def step(time, alpha_t, alpha_s, kappa, rows_alike=False):
-        if hasattr(process, "mask_id"):
-            absorbing_step(canvas, denoiser, noise, process.mask_id, at(time), alpha_t, alpha_s, kappa, rows_alike)
-        else:
-            uniform_step(canvas, denoiser, noise, process.vocab_size, at(time), alpha_t, alpha_s, kappa)
-
+    take = uniform_step if process.mask_id is None else absorbing_step
     for i in range(N):
-        step(times[i], alphas[i], alphas[i + 1], kappa[i], i == 0 and canvas.rows_alike())
+        take(canvas, denoiser, noise, process, Step(times[i], alphas[i], alphas[i + 1], kappa[i]))
         on_step(i, times[i + 1])
     if settings.noise_removal == "ancestral":
-        step(times[N], alphas[N], 1.0, 1.0)
+        take(canvas, denoiser, noise, process, Step(times[N], alphas[N], 1.0))
     elif settings.noise_removal == "greedy":
         wanted = canvas.free & process.predicted_positions(canvas.x)
-        for rows, columns, p in denoiser(canvas.x, at(times[N]), wanted):
+        for rows, columns, p in denoiser(canvas.x, canvas.at(times[N]), wanted):
             canvas.put(rows, columns, p.argmax(-1), p)
     if settings.noise_removal != "none":
         on_step(N, 0.0)
 
 
-def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, on_step: Callable):
+def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
     """One token a call, in uniformly random order, at the exact random times at which masks fall (2409.02908).
 
     The masked process without time discretisation: the first of n masks falls when the masked fraction 1 - alpha has
@@ -232,8 +239,7 @@ def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         drawn = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
         score = torch.full(masked.shape, -torch.inf, dtype=noise.dtype, device=masked.device)
         wanted = masked & (reveal > 0)[:, None]
-        times_t = torch.full((len(masked),), t, device=masked.device)
-        for rows, columns, p in denoiser(canvas.x, times_t, wanted, i == 0 and canvas.rows_alike()):
+        for rows, columns, p in denoiser(canvas.x, canvas.at(t), wanted):
             drawn.put(rows, columns, draw(p, token[rows, columns]), p)
             score[rows, columns] = certainty(settings.sampler, p).to(score)
         rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -249,3 +255,29 @@ def certainty(sampler: str, p: torch.Tensor) -> torch.Tensor:
         return -torch.special.entr(p).sum(-1)
     best = p.topk(2, dim=-1).values
     return best[:, 0] - (best[:, 1] if sampler == "margin" else 0.0)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """One line of the table of samplers.
+
+    Attributes:
+        run: called as run(canvas, denoiser, noise, process, settings, on_step). It fills the free positions of the
+            canvas, and calls on_step(step, t) after each step, with the time t that it has reached.
+        needs_mask: whether it is for masked models only.
+        unused: the settings that it does not read.
+    """
+
+    run: Callable
+    needs_mask: bool = False
+    unused: tuple[str, ...] = ()
+
+
+SAMPLERS = {
+    "ancestral": Sampler(denoise, unused=("psi",)),
+    "psi": Sampler(denoise),
+    "first_hitting": Sampler(first_hitting, needs_mask=True, unused=("num_steps", "time_grid", "noise_removal", "psi")),
+    "confidence": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
+    "margin": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
+    "entropy": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
+}

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..hub.process_tokendrift import at_least_float32
+
 
 def soft_lift(
     logits: Tensor,
@@ -65,7 +67,7 @@ def token_entropy(logits: Tensor, predicted: Tensor, *, chunk_size: int = 512) -
         chunk_size: positions at a time.
     """
     rows, flat = predicted_rows(logits, predicted), logits.reshape(-1, logits.shape[-1])
-    total = flat.new_zeros((), dtype=_at_least_float32(logits.dtype))
+    total = flat.new_zeros((), dtype=at_least_float32(logits.dtype))
     for chunk in rows.split(chunk_size):
         total += torch.special.entr(_probabilities(flat[chunk])).sum()
     return total / max(len(rows), 1)
@@ -85,12 +87,8 @@ def predicted_rows(logits: Tensor, predicted: Tensor) -> Tensor:
     return predicted.flatten().nonzero().squeeze(1)
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _probabilities(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1, dtype=_at_least_float32(logits.dtype))
+    return torch.softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
 
 
 class _Lift(torch.autograd.Function):

@@ -116,10 +116,9 @@ class DriftTrainer(Trainer):
             self.encoder = FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
         if drifts:
             self.encoder.check_vocabulary(self.process.vocab_size)
-        mask_id = getattr(self.process, "mask_id", None)
         kwargs.setdefault(
             "data_collator",
-            CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, mask_id),
+            CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, self.process.mask_id),
         )
         super().__init__(model=model, args=args, **kwargs)
         if self.is_fsdp_enabled and encoder == "base":

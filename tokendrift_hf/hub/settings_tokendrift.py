@@ -1,0 +1,146 @@
+"""The settings of `generate()`, and what they may be."""
+
+import copy
+from typing import Any, ClassVar
+
+from transformers import GenerationConfig
+
+from .samplers_tokendrift import SAMPLERS
+
+
+class DiffusionGenerationConfig(GenerationConfig):
+    """The settings of `generate()`; one that is None is not set and is taken from the next place that has it.
+
+    Args:
+        num_steps: N. The network is called at most N + 1 times, since noise removal is a step more (papers label such
+            runs "NFE N"); `first_hitting` has no steps, and the ordered samplers make at most N calls.
+        sampler: "ancestral" (MDLM 2406.07524, DUO 2506.10892), "psi" (both: ReMDM 2503.00307 and predictor-corrector
+            2602.21185), and for masked models "first_hitting" (one token a
+            call, no discretisation, 2409.02908), and "confidence", "margin", "entropy" (surest positions first
+            2502.06768; less diverse text).
+        temperature, top_k, top_p: act, in this order, on the clean-token prediction p(x_0 | x_t), never on the
+            posterior. p ~ p^(1 / temperature), where 0 is greedy (the likeliest token) and 1 changes nothing; then
+            the top_k likeliest (1805.04833; 0: all); then the likeliest that together reach top_p (1904.09751; 1: all).
+        noise_removal: "ancestral" (a last posterior step to clean text), "greedy" (argmax), or "none" (masks or noise
+            may be left). Not for samplers that end clean by themselves.
+        time_grid: "linear", "cosine", "linear-constant-linear-c[-inv]", or N + 1 falling times, see `time_grid`.
+        psi: mode of the psi sampler, or three for the early, middle and late steps, see `kappas`.
+        psi_fractions: the fractions of the steps that are early and middle.
+        precision: "float64" or "float32", of the random numbers and distribution functions. float32 draws lose rare
+            tokens, which lowers both perplexity and entropy (2409.02908). Devices without float64 use float32 and warn.
+        max_new_tokens: tokens to generate after the prompt; without a prompt, all of them (default: the longest).
+        max_length: the same, the prompt included.
+        stride: allows text longer than the model: it is written in windows of the model's length, each `stride` new
+            tokens after the one before, which see the end of the text so far.
+        trim_eos: cut a row after its first generated eos_token_id (not one that opens an unprompted row).
+        return_dict_in_generate: return a `DiffusionGenerationOutput` instead of the ids.
+        output_history: keep the ids after every step in it.
+        bos_token_id, eos_token_id, pad_token_id: padding is needed only where rows end up of unequal length.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_steps": 16,
+        "sampler": "ancestral",
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "noise_removal": "ancestral",
+        "time_grid": "linear",
+        "psi": "max-capped-0.01",
+        "psi_fractions": [0.0, 0.0],
+        "precision": "float64",
+        "trim_eos": False,
+        "return_dict_in_generate": False,
+        "output_history": False,
+    }
+    fields: ClassVar[tuple[str, ...]] = (
+        *defaults,
+        *("max_new_tokens", "max_length", "stride", "bos_token_id", "eos_token_id", "pad_token_id"),
+    )
+
+    def __init__(self, **kwargs):
+        # As in transformers' own diffusion model, without super().__init__(): its fields are for autoregression.
+        for name in (*self.fields, "_from_model_config", "_commit_hash", "transformers_version"):
+            setattr(self, name, kwargs.pop(name, None))
+        if kwargs:
+            raise ValueError(f"Unknown generation settings {sorted(kwargs)}. Known are {sorted(self.fields)}.")
+
+    def validate(self, **unused):
+        """Values are checked by `generate()`, with the model at hand; so saving never fails."""
+
+    def get_generation_mode(self, *args, **kwargs):
+        raise NotImplementedError("Diffusion models have samplers, not generation modes.")
+
+    @classmethod
+    def from_model_config(cls, model_config) -> "DiffusionGenerationConfig":
+        """What a new model starts with: the defaults."""
+        return cls(**copy.deepcopy(cls.defaults))
+
+
+def is_whole(value, least: int) -> bool:
+    """Whether `value` is an int of at least `least`. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value) -> bool:
+    """Whether `value` is an int or a float. A bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_sampler(settings: DiffusionGenerationConfig, given: set[str], has_mask: bool):
+    """Refuse a sampler that this process cannot use, and settings that this sampler does not read.
+
+    Args:
+        given: names of the settings given in the call itself. Stored ones may belong to another sampler.
+        has_mask: whether the process has a mask.
+    """
+    possible = [name for name, sampler in SAMPLERS.items() if has_mask or not sampler.needs_mask]
+    if settings.sampler not in possible:
+        why = "needs a process with masks" if settings.sampler in SAMPLERS else "is not known"
+        raise ValueError(f"sampler={settings.sampler!r} {why}. Give one of {possible}.")
+    for name in SAMPLERS[settings.sampler].unused:
+        if name in given:
+            raise ValueError(
+                f"{name}={getattr(settings, name)!r} has no meaning for sampler={settings.sampler!r}. Leave it out, or "
+                "give another sampler."
+            )
+    if "psi_fractions" in given and settings.sampler != "psi" and "constant" not in str(settings.time_grid):
+        raise ValueError(
+            f"psi_fractions={settings.psi_fractions!r} has no meaning for sampler={settings.sampler!r}. They belong to "
+            "sampler='psi' and to the time grids with a plateau."
+        )
+    if not is_whole(settings.num_steps, 1):
+        raise ValueError(f"num_steps={settings.num_steps!r}. It must be a whole number, at least 1.")
+    if settings.noise_removal not in ("ancestral", "greedy", "none"):
+        raise ValueError(f"noise_removal={settings.noise_removal!r}. Give 'ancestral', 'greedy' or 'none'.")
+
+
+def check_lengths(settings: DiffusionGenerationConfig, longest: int):
+    """Refuse impossible lengths. `longest` is the model's, in tokens."""
+    for name in ("max_new_tokens", "max_length", "stride"):
+        value = getattr(settings, name)
+        if value is not None and not is_whole(value, 1):
+            raise ValueError(f"{name}={value!r}. It must be a positive whole number.")
+    if settings.max_new_tokens is not None and settings.max_length is not None:
+        raise ValueError("Both max_new_tokens and max_length are given. Give one of them.")
+    if settings.stride is not None and settings.stride > longest:
+        raise ValueError(f"stride={settings.stride}. It must be at most the model's {longest}.")
+    if settings.trim_eos and settings.eos_token_id is None:
+        raise ValueError("trim_eos=True without an eos_token_id. Give it here or in generation_config.json.")
+
+
+def check_controls(settings: DiffusionGenerationConfig, given: set[str]):
+    """Refuse what is no control of the prediction, no precision and no form of output."""
+    temperature, top_k, top_p = settings.temperature, settings.top_k, settings.top_p
+    if not (is_number(temperature) and (temperature == 0 or 1e-6 <= temperature < float("inf"))):
+        raise ValueError(f"temperature={temperature!r}. It must be 0, which is greedy, or a number from 1e-6.")
+    if not is_whole(top_k, 0):
+        raise ValueError(f"top_k={top_k!r}. It must be a whole number. 0 keeps every token.")
+    if not (is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"top_p={top_p!r}. It must be a number in (0, 1]. 1 keeps every token.")
+    if settings.precision not in ("float64", "float32"):
+        raise ValueError(f"precision={settings.precision!r}. Give 'float64' or 'float32'.")
+    if "output_history" in given and settings.output_history and not settings.return_dict_in_generate:
+        raise ValueError(
+            "output_history=True without return_dict_in_generate=True. The history is a field of the dict: ask for it."
+        )
