@@ -58,6 +58,11 @@ def logged(trainer, name: str = "loss") -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def queues_of(trainer) -> dict[str, torch.Tensor]:
+    """What the trainer's objective remembers: its two queues, or nothing without an objective."""
+    return {} if trainer.train_objective is None else trainer.train_objective.state_dict()
+
+
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 

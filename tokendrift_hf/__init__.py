@@ -19,6 +19,7 @@ _MODULE_OF = {
     "DUOForMaskedLM": "hub.modeling_tokendrift",
     "DiffusionGenerationConfig": "hub.settings_tokendrift",
     "DriftConfig": "training.drift_config",
+    "DriftObjective": "objective.drift_objective",
     "DriftTrainer": "training.drift_trainer",
     "FeatureQueue": "objective.queue",
     "FrozenEncoder": "objective.encoder",

@@ -56,7 +56,7 @@ def test_training_never_touches_a_prompt(text_model, tmp_path):
     trainer = make_trainer(tmp_path / "run", model=model, rows=rows, base_loss_weight=1.0, max_steps=2)
     batch = trainer.data_collator([rows[i] for i in range(4)])
     outside = batch["prompt_mask"].bool() | ~batch["attention_mask"].bool()
-    corrupted, _ = trainer._corrupt(batch, (0, 0, 0, 0), range(4), 4)
+    corrupted = trainer._corrupt(batch, (0, 0, 0, 0), range(4), 4)
     assert corrupted.x_t[outside].equal(batch["input_ids"][outside])
     assert not corrupted.predicted[outside].any() and corrupted.predicted.any()
     trainer.train()

@@ -13,7 +13,7 @@ from conftest import tiny_model
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toys import CHECKPOINTING, logged, make_trainer, toy_rows, uneven_rows, weights_of
+from toys import CHECKPOINTING, logged, make_trainer, queues_of, toy_rows, uneven_rows, weights_of
 
 from tokendrift_hf.training.gather import gather_rows, own_rows, row_counts, sum_over_processes
 
@@ -55,7 +55,7 @@ def sharded_gradients() -> dict[str, float]:
         ids = torch.tensor([row["input_ids"] for row in toy_rows(8)])[4 * RANK : 4 * RANK + 4]
         for model in (plain, sharded):
             trainer._micro_step = (-1, 0)
-            for queue in (trainer.real_queue, trainer.generated_queue):
+            for queue in (trainer.train_objective.real_queue, trainer.train_objective.generated_queue):
                 queue.load_state_dict({"features": torch.empty(0, 0)})
             trainer.compute_loss(model, {"input_ids": ids}).backward()
         worst = 0.0
@@ -76,7 +76,7 @@ def main():
         trainer = case(name, FOLDER, ddp_backend="gloo")
         trainer.train()
         report[name] = {"loss": logged(trainer), "distance": logged(trainer, "feature_distance")}
-        queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+        queues = queues_of(trainer)
         save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
 
     # five rows in batches of two a process: the last batches are filled up with repetitions
@@ -91,7 +91,7 @@ def main():
     for resume in (False, True):
         trainer = make_trainer(FOLDER / "resume", rows=rows, model=tiny_model("mdlm", dropout=0.1), **fields)
         trainer.train(resume_from_checkpoint=str(FOLDER / "resume/checkpoint-3") if resume else None)
-        queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+        queues = queues_of(trainer)
         averages = {f"average {name}": value for name, value in trainer.ema.shadow.items()}
         losses = {"loss": torch.tensor(logged(trainer)), "distance": torch.tensor(logged(trainer, "feature_distance"))}
         moments = trainer.optimizer.state_dict()["state"]

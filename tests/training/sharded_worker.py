@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from conftest import tiny_model
 from peft import LoraConfig
 from safetensors.torch import save_file
-from toys import make_trainer, toy_rows
+from toys import make_trainer, queues_of, toy_rows
 
 FIELDS = dict(
     per_device_train_batch_size=2,
@@ -60,7 +60,7 @@ def main():
             trainer.train(resume_from_checkpoint=checkpoint)
             report["kind"] = trainer.accelerator.distributed_type
             weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-            queues = {"real": trainer.real_queue.features, "generated": trainer.generated_queue.features}
+            queues = queues_of(trainer)
             if is_main:
                 path = folder / f"{name}{'_resumed' if resume else ''}.safetensors"
                 save_file({k: v.clone().contiguous() for k, v in (weights | queues).items()}, path)

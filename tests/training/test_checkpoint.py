@@ -84,8 +84,10 @@ def test_resuming_gives_the_uninterrupted_run(interrupted, tmp_path):
     assert_same(weights_of(resumed.model), weights_of(whole.model), **EXACT)
     assert_same(resumed.ema.state_dict(), whole.ema.state_dict(), **EXACT)
     for name in ("real_queue", "generated_queue"):
-        assert len(getattr(whole, name)) == 10
-        assert torch.equal(getattr(resumed, name).features, getattr(whole, name).features)
+        assert len(getattr(whole.train_objective, name)) == 10
+        assert torch.equal(
+            getattr(resumed.train_objective, name).features, getattr(whole.train_objective, name).features
+        )
     one, other = resumed.optimizer.state_dict()["state"], whole.optimizer.state_dict()["state"]
     for parameter in other:
         assert_same(one[parameter], other[parameter], **EXACT)
@@ -174,7 +176,7 @@ def test_changed_settings_are_warned_about(interrupted, tmp_path, caplog):
         trainer.train(resume_from_checkpoint=True)
     for text in ("'queue_size': (10, 4)", "'temperatures': ([0.02, 0.05, 0.2], [0.1])", "'ema_decay': (0.9, None)"):
         assert text in caplog.text
-    assert len(trainer.real_queue) == 4
+    assert len(trainer.train_objective.real_queue) == 4
 
 
 def test_averages_that_start_at_a_checkpoint_without_them_start_from_its_weights(interrupted, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import tiny_model
 from safetensors.torch import load_file
-from toys import assert_same, logged, make_trainer, uneven_rows, weights_of
+from toys import assert_same, logged, make_trainer, queues_of, uneven_rows, weights_of
 
 from tokendrift_hf.training.checkpoint import last_complete_checkpoint
 
@@ -70,7 +70,7 @@ def test_two_processes_train_like_one(two, name, tmp_path):
     one.train()
     found, other = (load_file(two / f"{name}_{rank}.safetensors") for rank in (0, 1))
     assert_same(found, other, rtol=0, atol=0)
-    queues = {"real": one.real_queue.features, "generated": one.generated_queue.features}
+    queues = queues_of(one)
     assert_same(found, weights_of(one.model) | queues, rtol=0, atol=1e-5)
     assert losses["loss"] == pytest.approx(logged(one), rel=1e-4)
     assert losses["distance"] == pytest.approx(logged(one, "feature_distance"), rel=1e-3)
@@ -161,7 +161,7 @@ def test_split_training_is_that_of_one_process(launch, name, tmp_path):
     for case in sharded_worker.CASES:
         one = sharded_worker.case(case, tmp_path, per_device_train_batch_size=4)
         one.train()
-        queues = {"real": one.real_queue.features, "generated": one.generated_queue.features}
+        queues = queues_of(one)
         weights = load_file(folder / f"{case}.safetensors")
         assert_same(weights, weights_of(one.model) | queues, rtol=0, atol=1e-5)
         for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-5), ("eval_entropy_nfe2", 1e-6)):

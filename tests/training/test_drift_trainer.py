@@ -15,10 +15,10 @@ from transformers import Trainer
 
 from tokendrift_hf import DriftConfig, DriftTrainer, MDLMForMaskedLM
 from tokendrift_hf.data.collators import CleanCollator
+from tokendrift_hf.objective import drift_objective
 from tokendrift_hf.objective.drift import DriftField
 from tokendrift_hf.objective.noise import EVALUATE, TRAIN, row_noise
 from tokendrift_hf.publishing.upload import files_to_publish
-from tokendrift_hf.training import drift_trainer
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}
@@ -142,8 +142,8 @@ def test_training_is_algorithm_1(kind, fields, tmp_path):
     losses, real, generated = slow_training(start, collator.batches, trainer.args)
     assert logged(trainer) == pytest.approx(losses, rel=1e-4)
     assert_same(weights_of(model), weights_of(start), rtol=1e-3, atol=2e-5)
-    torch.testing.assert_close(trainer.real_queue.features, real, rtol=0, atol=1e-5)
-    torch.testing.assert_close(trainer.generated_queue.features, generated, rtol=0, atol=1e-4)
+    torch.testing.assert_close(trainer.train_objective.real_queue.features, real, rtol=0, atol=1e-5)
+    torch.testing.assert_close(trainer.train_objective.generated_queue.features, generated, rtol=0, atol=1e-4)
     before = weights_of(tiny_model(kind))
     unchanged = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
     assert not unchanged, "every parameter is trained"
@@ -213,9 +213,12 @@ def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
 
 
 def concatenated(things):
-    """One data class of tensors (or None) out of many."""
-    fields = {name: [getattr(thing, name) for thing in things] for name in vars(things[0])}
-    return type(things[0])(**{name: None if xs[0] is None else torch.cat(xs) for name, xs in fields.items()})
+    """One out of many: tensors, data classes of them, or None."""
+    if things[0] is None or isinstance(things[0], torch.Tensor):
+        return None if things[0] is None else torch.cat(things)
+    return type(things[0])(
+        **{name: concatenated([getattr(thing, name) for thing in things]) for name in vars(things[0])}
+    )
 
 
 @pytest.mark.parametrize("with_labels", [False, True], ids=["no_labels", "labels"])
@@ -233,7 +236,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labe
             at = index[tuple(text)]
             row = {name: value[i : i + 1] for name, value in inputs.items()}
             parts.append(original(self, row, (0,), range(at, at + 1), None))
-        return tuple(concatenated(things) for things in zip(*parts, strict=True))
+        return concatenated(parts)
 
     def pull_to_a_point(h, real, generated, *, temperatures, **settings):
         return DriftField(torch.ones_like(h) / 8 - h, h.new_ones(len(temperatures)), h.new_ones(len(temperatures)))
@@ -241,7 +244,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(objective, with_labe
     # A forward that takes anything makes the Trainer believe that the loss is divided by its count of labels.
     monkeypatch.setattr(MDLMForMaskedLM, "forward", lambda self, **kwargs: forward(self, **kwargs))
     monkeypatch.setattr(DriftTrainer, "_corrupt", corrupt_by_text)
-    monkeypatch.setattr(drift_trainer, "drift_field", pull_to_a_point)
+    monkeypatch.setattr(drift_objective, "drift_field", pull_to_a_point)
     results = []
     for batch_size, accumulation in ((8, 1), (2, 4)):
         trainer = make_trainer(
@@ -324,7 +327,7 @@ def test_evaluation_and_sampling_leave_the_training_as_it_was(tmp_path):
             **extra,
         )
         trainer.train()
-        results.append((weights_of(trainer.model), logged(trainer), trainer.real_queue.features))
+        results.append((weights_of(trainer.model), logged(trainer), trainer.train_objective.real_queue.features))
     assert logged(trainer, "eval_loss") and logged(trainer, "eval_entropy_nfe2")
     assert_same(results[0][0], results[1][0], **EXACT)
     assert results[0][1] == results[1][1] and torch.equal(results[0][2], results[1][2])

@@ -29,7 +29,7 @@ EXACT = {"rtol": 0, "atol": 0}
 def loss_and_gradients(trainer, batch: dict[str, list]):
     """compute_loss of one batch with empty queues, and the gradient of every parameter."""
     trainer._micro_step = (-1, 0)
-    for queue in (trainer.real_queue, trainer.generated_queue):
+    for queue in (trainer.train_objective.real_queue, trainer.train_objective.generated_queue):
         queue.load_state_dict({"features": torch.empty(0, 0)})
     trainer.model.zero_grad()
     inputs = {name: torch.as_tensor(value) for name, value in batch.items()}
@@ -69,7 +69,7 @@ def test_prompts_are_kept_seen_and_never_predicted(kind, tmp_path):
     prompt = torch.zeros_like(ids)
     prompt[:, :3] = 1
     prompt[3] = 1  # a row with nothing to predict
-    batch, _ = trainer._corrupt({"input_ids": ids, "prompt_mask": prompt}, (0, 0), range(4), 4)
+    batch = trainer._corrupt({"input_ids": ids, "prompt_mask": prompt}, (0, 0), range(4), 4)
     assert torch.equal(batch.x_t[prompt.bool()], ids[prompt.bool()]) and not (batch.predicted & prompt.bool()).any()
     assert batch.predicted.any() and (batch.x_t != ids).any()
 
@@ -133,7 +133,7 @@ def test_an_encoder_of_another_architecture_without_the_mask(tmp_path):
     trainer.train()
     before = weights_of(tiny_model("mdlm"))
     assert not any(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    assert trainer.real_queue.features.shape == (6, 32)
+    assert trainer.train_objective.real_queue.features.shape == (6, 32)
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "duo"])

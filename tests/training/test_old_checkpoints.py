@@ -55,7 +55,7 @@ def test_an_old_checkpoint_resumes_to_the_weights_of_its_uninterrupted_run(run):
     )
     trainer.train(resume_from_checkpoint=True)
     expected = recorded("a3a2724/after_4_steps")
-    queues = {"queue.real": trainer.real_queue.features, "queue.generated": trainer.generated_queue.features}
+    queues = {f"queue.{name}": features for name, features in trainer.train_objective.state_dict().items()}
     assert_same(weights_of(trainer.model) | trainer.ema.state_dict() | queues, expected, **CLOSE)
 
 

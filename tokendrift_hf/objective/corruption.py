@@ -23,6 +23,7 @@ class CorruptedBatch:
         free: bool, neither padding nor prompt, so corruptible.
         predicted: bool, M of the paper: a part of the free positions.
         attention_mask: as given; None if every position exists.
+        noise: what corrupted these rows, and has more for an objective that draws.
     """
 
     x_0: Tensor
@@ -32,6 +33,7 @@ class CorruptedBatch:
     free: Tensor
     predicted: Tensor
     attention_mask: Tensor | None
+    noise: Noise
 
 
 def corrupt(
@@ -58,7 +60,7 @@ def corrupt(
         free = free & (inputs["labels"] != -100)
     x_t = torch.where(free, process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device)), x_0)
     predicted = process.predicted_positions(x_t) & free
-    return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"))
+    return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), noise)
 
 
 def row_nelbo(

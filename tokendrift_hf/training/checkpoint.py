@@ -8,11 +8,10 @@ import os
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..objective.queue import FeatureQueue
 from .drift_config import DriftConfig
 from .ema import WeightEMA
 
@@ -53,18 +52,18 @@ def warn_of_changes(folder: Path, settings: dict) -> None:
         logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
 
 
-def save_state(folder: Path, real: FeatureQueue, generated: FeatureQueue, ema: WeightEMA | None) -> None:
-    """Write the two queues and the averaged weights, if any."""
-    save_file({"real": real.features.contiguous(), "generated": generated.features.contiguous()}, folder / QUEUES)
+def save_state(folder: Path, objective: dict[str, Tensor], ema: WeightEMA | None) -> None:
+    """Write what the objective remembers (its two queues) and the averaged weights, if any."""
+    if objective:
+        save_file({name: x.contiguous() for name, x in objective.items()}, folder / QUEUES)
     if ema is not None:
         save_file(ema.state_dict(), folder / EMA)
 
 
-def load_queues(folder: Path, real: FeatureQueue, generated: FeatureQueue) -> None:
-    """Restore the two queues."""
-    features = load_file(folder / QUEUES)
-    real.load_state_dict({"features": features["real"]})
-    generated.load_state_dict({"features": features["generated"]})
+def load_objective(folder: Path) -> dict[str, Tensor]:
+    """What the objective remembered; nothing if the checkpoint was written without an objective."""
+    path = folder / QUEUES
+    return load_file(path) if path.is_file() else {}
 
 
 def load_ema(folder: Path, ema: WeightEMA, model: nn.Module) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from ..objective.drift import DriftField
 
 
 class Diagnostics:
@@ -21,13 +19,6 @@ class Diagnostics:
         """Keep scalars, detached, under the names of the log."""
         for name, value in scalars.items():
             self._values[name].append(value.detach())
-
-    def note_drift(self, drift: DriftField, real: Tensor, generated: Tensor, temperatures: Sequence[float]) -> None:
-        """The field before normalisation, per temperature, and the distance between the mean references ``[n, m]``."""
-        for i, tau in enumerate(temperatures):
-            self._values[f"drift_norm_{tau:g}"].append(drift.rms_per_temperature[i])
-            self._values[f"effective_references_{tau:g}"].append(drift.effective_references[i])
-        self.note(feature_distance=(real.mean(0) - generated.mean(0)).norm())
 
     def means(self, average: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The mean of each since the last call; `average` takes the mean of a vector over processes."""

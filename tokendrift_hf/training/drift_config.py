@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-OBJECTIVES = ("feature", "mirror_kl", "mirror_mse", "none")
+from ..objective.objectives import OBJECTIVES
+
 ENCODER_INPUTS = ("soft", "hard_st")
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
@@ -126,7 +127,7 @@ class DriftConfig(TrainingArguments):
         _number("learning_rate", self.learning_rate, at_least=0)
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
-        _choice("objective", self.objective, OBJECTIVES)
+        _choice("objective", self.objective, (*OBJECTIVES, "none"))
         _choice("encoder_input", self.encoder_input, ENCODER_INPUTS)
         _choice("drift_kernel", self.drift_kernel, KERNELS)
         _choice("feature_pooling", self.feature_pooling, POOLINGS)

@@ -20,18 +20,15 @@ from ..hub.process_tokendrift import stratified_times
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base
 from ..objective.corruption import CorruptedBatch, corrupt, row_nelbo
-from ..objective.drift import drift_field
 from ..objective.encoder import FrozenEncoder
-from ..objective.lift import soft_lift, token_entropy
-from ..objective.losses import feature_loss, mirror_loss
-from ..objective.noise import EVALUATE, TRAIN, Noise, row_noise, spread_times
-from ..objective.queue import FeatureQueue
+from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
+from ..objective.objectives import OBJECTIVES, make_objective
 from ..publishing.cards import Card
 from .checkpoint import (
     MANIFEST,
     last_complete_checkpoint,
     load_ema,
-    load_queues,
+    load_objective,
     recorded_settings,
     save_state,
     warn_of_changes,
@@ -40,7 +37,7 @@ from .checkpoint import (
 from .diagnostics import Diagnostics
 from .drift_config import DriftConfig
 from .ema import UpdateEMA, WeightEMA
-from .gather import gather_rows, own_rows, row_counts, sum_over_processes
+from .gather import AllProcesses, own_rows, row_counts, sum_over_processes
 from .monitor import Dynamics, SampleMonitor, entropy_ratio
 
 logger = logging.getLogger(__name__)
@@ -103,7 +100,7 @@ class DriftTrainer(Trainer):
             )
         self.process = base.process
         self.encoder = None
-        drifts = args.objective != "none"
+        drifts = args.objective in OBJECTIVES and OBJECTIVES[args.objective].needs_encoder
         settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
         if drifts and encoder is None:
             self.encoder = FrozenEncoder.copy_of(model, **settings)
@@ -126,7 +123,7 @@ class DriftTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
         if self.encoder is not None:
             self.encoder.to(self.args.device)
-        self.real_queue, self.generated_queue = FeatureQueue(args.queue_size), FeatureQueue(args.queue_size)
+        self.train_objective = make_objective(args, self.encoder)
         self.ema = None
         if args.ema_decay is not None:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -150,14 +147,14 @@ class DriftTrainer(Trainer):
 
     def _corrupt(
         self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: range, num_rows: int | None
-    ) -> tuple[CorruptedBatch, Noise]:
+    ) -> CorruptedBatch:
         """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
         noise = row_noise(key, rows, inputs["input_ids"].shape[1], self.process.vocab_size)
         if num_rows is None:
             t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
         else:
             t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows.start, num_rows=num_rows)
-        return corrupt(self.process, inputs, noise, t), noise
+        return corrupt(self.process, inputs, noise, t)
 
     def _sum(self, x: Tensor) -> Tensor:
         return sum_over_processes(self.accelerator, x)
@@ -165,7 +162,7 @@ class DriftTrainer(Trainer):
     # Training
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The mean loss of a micro-batch over all processes: drift plus `base_loss_weight` times the NELBO.
+        """The mean loss of a micro-batch over all processes: the objective plus `base_loss_weight` times the NELBO.
 
         Raises:
             ValueError: the loss is not finite; the message names the step. No weight has been touched by then.
@@ -175,14 +172,16 @@ class DriftTrainer(Trainer):
         self._micro_step = (step, micro + 1)
         counts = row_counts(self.accelerator, inputs["input_ids"])
         rows, num_rows = own_rows(self.accelerator, counts), sum(counts)
-        batch, noise = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
+        batch = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
         outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-        # The processes' gradients are averaged; these factors make that the mean over all rows and all tokens.
+        # Every process has its share of the loss, and the processes' gradients are averaged: hence the factors.
         processes = self.accelerator.num_processes
         loss = torch.zeros((), device=outputs.logits.device)
-        if self.args.objective != "none":
-            drift_loss = self._drift_loss(outputs.logits, batch, noise.order, counts)
-            loss = loss + drift_loss * (len(rows) * processes / num_rows)
+        if self.train_objective is not None:
+            with self.accelerator.autocast():
+                share, statistics = self.train_objective(outputs.logits, batch, AllProcesses(self.accelerator, counts))
+            self.diagnostics.note(**statistics)
+            loss = loss + share * processes
         if self.args.base_loss_weight > 0:
             totals, tokens = row_nelbo(self.process, outputs.logits, batch)
             base_loss = totals.sum() * processes / self._sum(tokens.sum()).clamp_min(1)
@@ -194,57 +193,9 @@ class DriftTrainer(Trainer):
                 f"stopped before any weight took it in; checkpoints up to step {step} in {self.args.output_dir} are "
                 "untouched. A lower learning rate, max_grad_norm or float32 instead of float16 usually help."
             )
+        if self.train_objective is not None:
+            self.train_objective.accept()
         return (loss, outputs) if return_outputs else loss
-
-    def _drift_loss(self, logits: Tensor, batch: CorruptedBatch, order: Tensor, counts: list[int]) -> Tensor:
-        """The objective of this process's rows; every process has `counts` of them.
-
-        `order` [B, L], of uniforms, chooses the positions of token features.
-        """
-        args, E = self.args, self.encoder.embedding
-        logits, last = logits[..., : len(E)], len(E) - 1  # another encoder may lack the mask, which has no mass anyway
-        positions = None
-        if args.feature_pooling == "tokens":
-            shortest = self.accelerator.gather(batch.exists.sum(1).min().reshape(1)).min()
-            count = min(args.feature_tokens, max(int(shortest), 1))
-            positions = order.to(batch.exists.device).masked_fill(~batch.exists, -1).topk(count).indices
-        with self.accelerator.autocast():
-            lifted = soft_lift(logits, E, batch.x_t.clamp_max(last), batch.predicted, mode=args.encoder_input)
-            h = self.encoder(lifted, batch.attention_mask, positions)
-            with torch.no_grad():
-                u = self.encoder(E[batch.x_0.clamp_max(last)], batch.attention_mask, positions)
-        all_h, all_u, own = h.detach(), u, range(len(h))
-        if args.gather_features:
-            counts = [count * (len(h) // len(logits)) for count in counts]  # of features: one or more a row
-            own = own_rows(self.accelerator, counts)
-            all_h, all_u = gather_rows(self.accelerator, torch.cat([h.detach(), u], dim=1), counts).chunk(2, dim=1)
-        real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
-        drift = drift_field(
-            all_h,
-            real,
-            generated,
-            temperatures=args.temperatures,
-            self_index=torch.arange(len(all_h), device=h.device),
-            attraction=args.attraction,
-            repulsion=args.repulsion,
-            kernel=args.drift_kernel,
-        )
-        self.diagnostics.note_drift(drift, real, generated, args.temperatures)
-        queue_fill = torch.tensor(float(len(self.real_queue)), device=real.device)
-        self.diagnostics.note(queue_fill=queue_fill, token_entropy=token_entropy(logits.detach(), batch.predicted))
-        V = drift.field[own.start : own.stop]
-        if args.objective == "feature":
-            loss = feature_loss(h, V, args.drift_scale)
-        else:
-            step = {"step_size": args.mirror_step_size} if args.mirror_eta is None else {"eta": args.mirror_eta}
-            divergence = args.objective.removeprefix("mirror_")
-            loss, statistics = mirror_loss(
-                logits, h, V, batch.predicted, divergence=divergence, reduce=self._sum, **step
-            )
-            self.diagnostics.note(**statistics)
-        self.real_queue.push(all_u)
-        self.generated_queue.push(all_h)
-        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -290,7 +241,7 @@ class DriftTrainer(Trainer):
         self._eval_batches += 1
         rows = range(first, first + len(inputs["input_ids"]))
         with torch.no_grad(), self.compute_loss_context_manager():
-            batch, _ = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
+            batch = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
             outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
             totals, counts = row_nelbo(self.process, outputs.logits, batch)
         # Rows beyond the data set are repetitions that fill up the last batch of some process.
@@ -326,7 +277,8 @@ class DriftTrainer(Trainer):
         # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            save_state(Path(output_dir), self.real_queue, self.generated_queue, self.ema)
+            objective = {} if self.train_objective is None else self.train_objective.state_dict()
+            save_state(Path(output_dir), objective, self.ema)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             record = {"global_step": self.state.global_step, "settings": self._settings()}
@@ -335,7 +287,8 @@ class DriftTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            load_queues(Path(checkpoint), self.real_queue, self.generated_queue)
+            if self.train_objective is not None:
+                self.train_objective.load_state_dict(load_objective(Path(checkpoint)))
             self._load_ema(checkpoint)
 
     def _load_ema(self, checkpoint: str | os.PathLike) -> None:

@@ -35,3 +35,29 @@ def gather_rows(accelerator: Accelerator, x: Tensor, counts: Sequence[int]) -> T
 def sum_over_processes(accelerator: Accelerator, x: Tensor) -> Tensor:
     """The sum over processes of a tensor of one shape on all of them. No gradient."""
     return accelerator.reduce(x, "sum") if accelerator.num_processes > 1 else x
+
+
+class AllProcesses:
+    """What an objective asks of the processes of a run (`objective.processes.OneProcess` for more than one).
+
+    Args:
+        accelerator: of the Trainer.
+        counts: the rows of the micro-batch on every process, in order of rank.
+    """
+
+    def __init__(self, accelerator: Accelerator, counts: Sequence[int]):
+        self.accelerator, self.counts = accelerator, counts
+        self.share = counts[accelerator.process_index] / sum(counts)
+
+    def gather(self, x: Tensor, per_row: int = 1) -> tuple[Tensor, range]:
+        """``x`` of all processes without gradient, ``per_row`` entries a row of the batch, and where its own lie."""
+        counts = [count * per_row for count in self.counts]
+        return gather_rows(self.accelerator, x, counts), own_rows(self.accelerator, counts)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over processes of a tensor that has one shape on all of them. No gradient."""
+        return sum_over_processes(self.accelerator, x.detach())
+
+    def min(self, x: Tensor) -> Tensor:
+        """The smallest of the scalars of all processes."""
+        return self.accelerator.gather(x.detach().reshape(1)).min()

@@ -1,0 +1,157 @@
+"""DriftObjective: Algorithm 1 of the TokenDrift paper, from logits to a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .corruption import CorruptedBatch
+from .drift import DriftField, drift_field
+from .encoder import FrozenEncoder
+from .lift import soft_lift, token_entropy
+from .losses import feature_loss, mirror_loss
+from .processes import OneProcess
+from .queue import FeatureQueue
+
+
+class DriftObjective:
+    """One training step of TokenDrift (arXiv 2605.19470, Algorithm 1). It needs no Trainer.
+
+    Example:
+        A plain loop over blocks of clean ids ``[B, L]``, with `model` and a `config`::
+
+            import torch
+            from tokendrift_hf import DriftObjective, FrozenEncoder
+            from tokendrift_hf.hub.process_tokendrift import stratified_times
+            from tokendrift_hf.objective.corruption import corrupt
+            from tokendrift_hf.objective.noise import TRAIN, row_noise
+
+            objective = DriftObjective(FrozenEncoder.copy_of(model), config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
+            for step, input_ids in enumerate(blocks):
+                noise = row_noise((0, TRAIN, step), range(len(input_ids)), input_ids.shape[1], model.config.vocab_size)
+                batch = corrupt(model.process, {"input_ids": input_ids}, noise, stratified_times(noise.time))
+                logits = model(input_ids=batch.x_t, timesteps=batch.t).logits
+                loss, statistics = objective(logits, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                objective.accept()
+
+    Args:
+        encoder: phi, frozen, of the model's vocabulary.
+        config: any object with the fields that `DriftConfig` describes: objective, drift_scale, mirror_step_size,
+            mirror_eta, encoder_input, drift_kernel, temperatures, attraction, repulsion, queue_size, gather_features,
+            feature_pooling and feature_tokens.
+
+    Attributes:
+        real_queue: Q_real, features of past clean rows.
+        generated_queue: Q_gen, features of past predictions.
+    """
+
+    needs_encoder = True
+
+    def __init__(self, encoder: FrozenEncoder, config: Any):
+        self.encoder, self.config = encoder, config
+        self.real_queue, self.generated_queue = FeatureQueue(config.queue_size), FeatureQueue(config.queue_size)
+        self._to_push: tuple[Tensor, Tensor] | None = None
+
+    def __call__(
+        self, logits: Tensor, batch: CorruptedBatch, processes: OneProcess | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch.
+
+        Args:
+            logits: l, ``[B, L, V]``, of the student on ``batch.x_t``. They may have columns of -inf or -1e6.
+            batch: what the student saw, of which text, and the noise that chooses the positions of token features.
+            processes: those that hold the other rows of this micro-batch. None: there are none.
+
+        Returns:
+            The share of this process in the loss, a scalar with a graph to the logits: the shares of all processes add
+            up to the mean over the micro-batch. And detached scalars for the log.
+        """
+        config, E, processes = self.config, self.encoder.embedding, processes or OneProcess()
+        logits, last_id = logits[..., : len(E)], len(E) - 1  # an encoder may lack the mask, which has no mass anyway
+        positions = self._feature_positions(batch, processes)
+        # Line 3: encoder inputs, p E at the predicted positions and E[x_t] elsewhere.
+        lifted = soft_lift(logits, E, batch.x_t.clamp_max(last_id), batch.predicted, mode=config.encoder_input)
+        # Line 4: generated and real features.
+        h = self.encoder(lifted, batch.attention_mask, positions)
+        with torch.no_grad():
+            u = self.encoder(E[batch.x_0.clamp_max(last_id)], batch.attention_mask, positions)
+        # Line 5: those of all processes.
+        all_h, all_u, own = h.detach(), u, range(len(h))
+        if config.gather_features:
+            features, own = processes.gather(torch.cat([h.detach(), u], dim=1), len(h) // len(logits))
+            all_h, all_u = features.chunk(2, dim=1)
+        # Line 6: the references, with what the queues hold.
+        real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
+        # Line 7: the field at every anchor, which is not its own reference.
+        drift = drift_field(
+            all_h,
+            real,
+            generated,
+            temperatures=config.temperatures,
+            self_index=torch.arange(len(all_h), device=h.device),
+            attraction=config.attraction,
+            repulsion=config.repulsion,
+            kernel=config.drift_kernel,
+        )
+        # Lines 8 and 9: targets along the field, and the loss; or the mirror teacher of section 3.4.
+        V = drift.field[own.start : own.stop]
+        loss, statistics = self._loss(logits, h, V, batch.predicted, processes)
+        statistics |= self._statistics(drift, real, generated)
+        statistics["token_entropy"] = token_entropy(logits.detach(), batch.predicted)
+        # Line 11 follows once the step is known to be good.
+        self._to_push = all_u, all_h
+        return loss * processes.share, statistics
+
+    def accept(self) -> None:
+        """Push the features of the last call into the queues: call it once that loss has turned out finite."""
+        if self._to_push is not None:
+            real, generated = self._to_push
+            self.real_queue.push(real)
+            self.generated_queue.push(generated)
+            self._to_push = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Both queues: tensors only, fit for safetensors."""
+        return {"real": self.real_queue.features.clone(), "generated": self.generated_queue.features.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore `state_dict()`. A state of another objective, which has no queues, leaves them empty."""
+        for name, queue in (("real", self.real_queue), ("generated", self.generated_queue)):
+            queue.load_state_dict({"features": state.get(name, torch.empty(0, 0))})
+        self._to_push = None
+
+    def _feature_positions(self, batch: CorruptedBatch, processes: OneProcess) -> Tensor | None:
+        """``[B, S]``, where the encoder's features are taken; None: one feature a row, the mean."""
+        if self.config.feature_pooling == "mean":
+            return None
+        shortest = processes.min(batch.exists.sum(1).min())
+        count = min(self.config.feature_tokens, max(int(shortest), 1))
+        order = batch.noise.order.to(batch.exists.device)
+        return order.masked_fill(~batch.exists, -1).topk(count).indices
+
+    def _loss(
+        self, logits: Tensor, h: Tensor, V: Tensor, predicted: Tensor, processes: OneProcess
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        if config.objective == "feature":
+            return feature_loss(h, V, config.drift_scale), {}
+        step = {"step_size": config.mirror_step_size} if config.mirror_eta is None else {"eta": config.mirror_eta}
+        divergence = config.objective.removeprefix("mirror_")
+        return mirror_loss(logits, h, V, predicted, divergence=divergence, reduce=processes.sum, **step)
+
+    def _statistics(self, drift: DriftField, real: Tensor, generated: Tensor) -> dict[str, Tensor]:
+        """What moves while the normalised loss stays: the field before that, and the distance of the mean features."""
+        statistics = {
+            "feature_distance": (real.mean(0) - generated.mean(0)).norm(),
+            "queue_fill": torch.tensor(float(len(self.real_queue)), device=real.device),
+        }
+        for i, tau in enumerate(self.config.temperatures):
+            statistics[f"drift_norm_{tau:g}"] = drift.rms_per_temperature[i]
+            statistics[f"effective_references_{tau:g}"] = drift.effective_references[i]
+        return statistics

@@ -1,0 +1,25 @@
+"""The objectives by the names that `DriftConfig.objective` takes. A further one is a file beside this and a line here.
+
+An objective is called as `DriftObjective` is, with logits and a corrupted batch, and returns a loss and what to log. It
+has `accept`, `state_dict` and `load_state_dict`, and says whether it `needs_encoder`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .drift_objective import DriftObjective
+from .encoder import FrozenEncoder
+
+OBJECTIVES = {"feature": DriftObjective, "mirror_kl": DriftObjective, "mirror_mse": DriftObjective}
+
+
+def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | None:
+    """The objective that `config.objective` names, with its settings from `config`; None for "none".
+
+    Raises:
+        KeyError: an unknown name.
+    """
+    if config.objective == "none":
+        return None
+    return OBJECTIVES[config.objective](encoder, config)
