@@ -31,6 +31,11 @@ class Training:
     config: DriftConfig
     peft_config: LoraConfig | None
 
+    @property
+    def folder(self) -> Path:
+        """Where the training leaves its checkpoints and its model."""
+        return Path(self.config.output_dir)
+
 
 def trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
     """The trainings of a recipe; the first is the one that it is about.

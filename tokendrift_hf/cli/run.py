@@ -1,4 +1,4 @@
-"""What `tokendrift train` does: refine, train the matched continuation, sample and score, write the results."""
+"""A run: what `tokendrift train` does with a recipe. Refine, train the baselines, sample, score, write, publish."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import math
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import load_text, pack_documents
 from ..data.prompts import pack_prompts
@@ -30,12 +32,13 @@ from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
 from .recipe import Recipe
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
+HISTORY = "training.json"  # in the same folder, once the training is done: its log, losses and card
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
     """Run a recipe. Returns the results, which are also in `output_dir`/results.json.
 
-    Under `accelerate launch` or `torchrun` all processes train, sample and score; the first one alone writes.
+    Under `accelerate launch` or `torchrun` all processes train, sample and score. The first one alone writes.
 
     Args:
         recipe: what to refine, on what, and how to evaluate it.
@@ -47,8 +50,234 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
     Raises:
         ValueError: bad fields, a model or text that cannot be used, an output directory that holds something else.
     """
-    arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
-    folder = Path(arguments.get("output_dir") or "out")
+    start = time.perf_counter()
+    run = Run.open(recipe, arguments, resume=resume)
+    if dry_run:
+        return run.rehearse()
+    results = {"recipe": vars(recipe), "arguments": run.arguments, "training": {}}
+    for training in run.trainings:
+        results["training"][training.label] = run.train_or_resume(training, resume=resume)
+    results["seconds_training"] = time.perf_counter() - start
+    if run.judge is not None:
+        results |= run.evaluate()
+    if PartialState().is_main_process:
+        run.write_card(results)
+        results["seconds"] = time.perf_counter() - start
+        write_json(run.folder / "results.json", results)
+        print(f"Done in {results['seconds']:.0f} s. Refined model: {run.main.folder}; everything else beside it.")
+        if run.main.config.push_to_hub:
+            print(f"Pushed to {publish(run.main.folder, run.main.config)}")
+    return results
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe, checked and with all that it names loaded.
+
+    Attributes:
+        recipe: what to refine, on what, and how to evaluate it.
+        arguments: fields of `DriftConfig` that all trainings share.
+        folder: where everything is written.
+        trainings: what is trained; the first one is what the run is about.
+        base: the model that all trainings begin with.
+        tokenizer: of the model.
+        splits: "train", and "validation" and "reference" where the recipe has them: rows of `input_ids`.
+        judge: arguments of `GenPPL`; None: nothing is evaluated.
+    """
+
+    recipe: Recipe
+    arguments: dict
+    folder: Path
+    trainings: list[Training]
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    splits: dict[str, Dataset]
+    judge: dict | None
+
+    @classmethod
+    def open(cls, recipe: Recipe, arguments: dict, resume: bool = False) -> Run:
+        """Check a recipe and load what it names. Nothing is written.
+
+        Raises:
+            ValueError: as `refine`.
+        """
+        arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
+        folder = Path(arguments.get("output_dir") or "out")
+        _refuse_other_content(folder, resume)
+        planned = trainings(recipe, arguments, folder)
+        config = planned[0].config
+        PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
+        base = _load(recipe)
+        tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
+        longest = base.config.max_position_embeddings
+        if recipe.block_size is not None and recipe.block_size > longest:
+            raise ValueError(
+                f"block_size={recipe.block_size} is longer than the model, which takes {longest} tokens. "
+                f"Set block_size to {longest} or less."
+            )
+        judge = None if recipe.judge is None else load_judge(recipe.judge, config.device)
+        if judge is not None:  # a wrong sampler is noticed now, not after the training
+            base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampler)
+        with config.main_process_first():  # the others find the packed rows in the cache
+            splits = {
+                name: _rows(recipe, split, tokenizer, recipe.block_size or longest, base.config.vocab_size)
+                for name, split in (
+                    ("train", recipe.train_split),
+                    ("validation", recipe.validation_split),
+                    ("reference", recipe.reference_split),
+                )
+                if split is not None
+            }
+        return cls(recipe, arguments, folder, planned, base, tokenizer, splits, judge)
+
+    @property
+    def main(self) -> Training:
+        """The training that the run is about: its model is published, the others are compared with it."""
+        return self.trainings[0]
+
+    # Training
+
+    def build_trainer(self, training: Training) -> DriftTrainer:
+        """The trainer of one training, at its start."""
+        shared = self.recipe.encoder == "base"
+        trainer = DriftTrainer(
+            _load(self.recipe),
+            training.config,
+            encoder=None if shared and training.peft_config is None else self.recipe.encoder,
+            peft_config=training.peft_config,
+            train_dataset=self.splits["train"],
+            eval_dataset=self.splits.get("validation"),
+            processing_class=self.tokenizer,
+        )
+        fields = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap"
+        data = {name: getattr(self.recipe, name) for name in [*fields.split(), "insert_eos"]}
+        trainer.card.describe_data({name: value for name, value in data.items() if value is not None})
+        return trainer
+
+    def announcement(self, training: Training, trainer: DriftTrainer) -> str:
+        """What a training is, the batch, the memory and the time that it will take, in a line each."""
+        config, rows = training.config, self.splits["train"]
+        length = self.recipe.block_size or self.base.config.max_position_embeddings
+        copied = not (self.recipe.encoder == "base" and training.peft_config is not None)
+        cost = budget(trainer.model, config, length, encoder_copy=copied)
+        batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
+        num_steps = config.max_steps
+        if num_steps <= 0 and isinstance(rows, Dataset):
+            num_steps = math.ceil(len(rows) / batch * config.num_train_epochs)
+        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        what = f"{training.label}: {num_steps} steps, {trained:,} of {trainer.model.num_parameters():,} parameters"
+        what += f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else ""
+        rate = matmul_rate(config.device, _dtype(config))
+        return f"{what}\n{describe(cost, config, num_steps, rate)}"
+
+    def train_or_resume(self, training: Training, resume: bool = False) -> dict:
+        """Do one training and save its model; what is finished is left alone. Returns the history of the training.
+
+        Raises:
+            ValueError: the training in its folder was made with other settings.
+        """
+        asked = self._settings(training)
+        if resume and (training.folder / SETTINGS).is_file():
+            there = json.loads((training.folder / SETTINGS).read_text(encoding="utf-8"))
+            if changed := changed_settings(there, asked):
+                raise ValueError(
+                    f"The training in {training.folder} was made with other settings (there, asked for now): "
+                    f"{changed}. Name another --output_dir, or remove {training.folder} to have it made anew."
+                )
+            if (training.folder / HISTORY).is_file():
+                return json.loads((training.folder / HISTORY).read_text(encoding="utf-8"))
+        trainer = self.build_trainer(training)
+        if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
+            print(self.announcement(training, trainer), flush=True)
+            write_json(training.folder / SETTINGS, asked)
+        before = trainer.evaluate()["eval_loss"] if "validation" in self.splits else None
+        trainer.train(resume_from_checkpoint=resume and any(training.folder.glob("checkpoint-*")))
+        history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
+        if "validation" in self.splits:
+            history["eval_loss"] = trainer.evaluate()["eval_loss"]
+        trainer.card.add_losses(before, history.get("eval_loss"))
+        trainer.save_model()
+        history["card"] = vars(trainer.card)
+        if PartialState().is_main_process:
+            write_json(training.folder / HISTORY, history)
+        PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
+        return history
+
+    def load_trained(self, training: Training) -> PreTrainedModel:
+        """The model that a training left."""
+        if training.peft_config is None:
+            return _load(self.recipe, str(training.folder))
+        # Adapters go into the recipe's base: once pushed, they no longer say where it lies.
+        return merge_adapter(_load(self.recipe), str(training.folder))
+
+    def _settings(self, training: Training) -> dict:
+        """What decides the weights that a training gives, however many devices share its batches."""
+        config = training.config
+        names = "model revision dropout encoder lora dataset dataset_config dataset_revision text_column prompt_column"
+        names = [*names.split(), "train_split", "block_size", "wrap", "insert_eos", "streaming"]
+        settings = recorded_settings(config, config.world_size)
+        settings |= {name: getattr(self.recipe, name) for name in names}
+        settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
+        settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
+        for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
+            if settings[name] is not None and Path(settings[name]).exists():
+                path = Path(settings[name]).resolve()
+                settings[name] = f"{path.name} ({hashlib.sha256(bytes(path)).hexdigest()[:8]})"
+        return json.loads(json.dumps(settings, default=str))
+
+    # Results
+
+    def evaluate(self) -> dict:
+        """Sample and score the base and every trained model: the results of `evaluate_models`."""
+        models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
+        config = self.main.config
+        order = [label for label in (BASE, CONTINUATION, REFINED, LORA) if label in models]
+        harness = Harness(
+            {label: models[label].to(config.device) for label in order},
+            self.tokenizer,
+            self.judge,
+            self.folder / "cells",
+            self.recipe.sampling_batch_size,
+            "bfloat16" if config.bf16 else "float32",
+            self.recipe.sampler,
+        )
+        text = self.splits.get("reference")
+        return evaluate_models(
+            harness,
+            self.recipe.num_steps,
+            self.recipe.sampling_temperatures,
+            self.recipe.num_seeds,
+            self.recipe.num_samples,
+            text=None if text is None else text[: self.recipe.num_samples]["input_ids"],
+            match=(BASE, self.main.label) if self.recipe.match_entropy else None,
+        )
+
+    def write_card(self, results: dict) -> None:
+        """Write and print the table, if the run was evaluated, and the card of the main model with it."""
+        recipe, card = self.recipe, Card(**results["training"][self.main.label]["card"])
+        if self.judge is not None:
+            table = write_report(results, self.folder)
+            print(table)
+            label = self.main.label
+            card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
+        card.save(self.main.folder)
+
+    def rehearse(self) -> dict:
+        """Build the main trainer, say what it would cost and which files a push would upload, and leave nothing."""
+        with tempfile.TemporaryDirectory() as scratch:
+            (main, *_) = trainings(self.recipe, self.arguments | {"push_to_hub": False}, Path(scratch))
+            trainer = self.build_trainer(main)
+            trainer.save_model()
+            write_json(main.folder / SETTINGS, self._settings(main))
+            files = files_to_publish(main.folder)
+        if PartialState().is_main_process:
+            print(self.announcement(main, trainer))
+            print(f"A push would upload to {self.arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
+            print("\n".join(f"  {size:>13,} bytes  {name}" for name, size in files.items()))
+        return {"files": files}
+
+
+def _refuse_other_content(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file. Name a directory.")
     if any(path.is_file() for path in folder.rglob("*")) and not resume:
@@ -56,172 +285,17 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
             f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
             "add --resume to go on with the run in it."
         )
-    start = time.perf_counter()
-    planned = trainings(recipe, arguments, folder)
-    main = planned[0].config
-    PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
-    base = _model(recipe)
-    tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
-    length = recipe.block_size or base.config.max_position_embeddings
-    if length > base.config.max_position_embeddings:
-        raise ValueError(
-            f"block_size={length} is longer than the model, which takes {base.config.max_position_embeddings} tokens."
-        )
-    judge = None if recipe.judge is None else load_judge(recipe.judge, main.device)
-    if judge is not None:  # a wrong sampler is noticed now, not after the training
-        base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampler)
-    with main.main_process_first():  # the others find the packed rows in the cache
-        splits = {
-            name: _blocks(recipe, split, tokenizer, length, base.config.vocab_size)
-            for name, split in (
-                ("train", recipe.train_split),
-                ("validation", recipe.validation_split),
-                ("reference", recipe.reference_split),
-            )
-            if split is not None
-        }
-    if dry_run:
-        return _rehearse(recipe, arguments, splits, tokenizer)
-
-    models, results = {BASE: base}, {"recipe": vars(recipe), "arguments": arguments, "training": {}}
-    for training in planned:
-        label = training.label
-        models[label], results["training"][label] = _train(recipe, training, splits, tokenizer, resume)
-    results["seconds_training"] = time.perf_counter() - start
-    if judge is not None:
-        order = {name: models[name].to(main.device) for name in (BASE, CONTINUATION, REFINED, LORA) if name in models}
-        dtype = "bfloat16" if main.bf16 else "float32"
-        harness = Harness(order, tokenizer, judge, folder / "cells", recipe.sampling_batch_size, dtype, recipe.sampler)
-        label, text = planned[0].label, splits.get("reference")
-        results |= evaluate_models(
-            harness,
-            recipe.num_steps,
-            recipe.sampling_temperatures,
-            recipe.num_seeds,
-            recipe.num_samples,
-            text=None if text is None else text[: recipe.num_samples]["input_ids"],
-            match=(BASE, label) if recipe.match_entropy else None,
-        )
-    if not PartialState().is_main_process:
-        return results
-    card = Card(**results["training"][planned[0].label]["card"])
-    if judge is not None:
-        table = write_report(results, folder)
-        print(table)
-        card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
-    card.save(Path(main.output_dir))
-    results["seconds"] = time.perf_counter() - start
-    write_json(folder / "results.json", results)
-    print(f"Done in {results['seconds']:.0f} s. Refined model: {main.output_dir}; everything else beside it.")
-    if main.push_to_hub:
-        print(f"Pushed to {publish(Path(main.output_dir), main)}")
-    return results
 
 
-def _model(recipe: Recipe, name: str | None = None):
-    """The model to refine, or one of this run's own."""
+def _load(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
+    """The model that the recipe names, or one of the run's own, with the recipe's attention and dropout."""
     options = {"attn_implementation": recipe.attn_implementation, "revision": recipe.revision if name is None else None}
     options |= {} if recipe.dropout is None else {"dropout": recipe.dropout}
     return load_model(name or recipe.model, **options)
 
 
-def _trainer(recipe: Recipe, training: Training, splits: dict, tokenizer) -> DriftTrainer:
-    shared = recipe.encoder == "base"
-    trainer = DriftTrainer(
-        _model(recipe),
-        training.config,
-        encoder=None if shared and training.peft_config is None else recipe.encoder,
-        peft_config=training.peft_config,
-        train_dataset=splits["train"],
-        eval_dataset=splits.get("validation"),
-        processing_class=tokenizer,
-    )
-    fields = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap insert_eos"
-    data = {name: getattr(recipe, name) for name in fields.split() if getattr(recipe, name) is not None}
-    trainer.card.describe_data(data)
-    if PartialState().is_main_process:
-        config, rows = training.config, splits["train"]
-        length = recipe.block_size or trainer.model.config.max_position_embeddings
-        cost = budget(trainer.model, config, length, encoder_copy=not (shared and training.peft_config))
-        batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
-        num_steps = config.max_steps
-        if num_steps <= 0 and isinstance(rows, Dataset):
-            num_steps = math.ceil(len(rows) / batch * config.num_train_epochs)
-        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        print(
-            f"{training.label}: {num_steps} steps, {trained:,} of {trainer.model.num_parameters():,} parameters"
-            + (f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else ""),
-            describe(cost, config, num_steps, matmul_rate(config.device, _dtype(config))),
-            sep="\n",
-            flush=True,
-        )
-    return trainer
-
-
-def _train(recipe: Recipe, training: Training, splits: dict, tokenizer, resume: bool):
-    folder = Path(training.config.output_dir)
-    asked = _settings(recipe, training)
-    if resume and (folder / SETTINGS).is_file():
-        changed = changed_settings(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), asked)
-        if changed:
-            raise ValueError(
-                f"The training in {folder} was made with other settings (there, asked for now): {changed}. "
-                f"Name another --output_dir, or remove {folder} to have it made anew."
-            )
-        if (folder / "training.json").is_file():
-            return _trained(recipe, training), json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    trainer = _trainer(recipe, training, splits, tokenizer)
-    if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
-        write_json(folder / SETTINGS, asked)
-    before = trainer.evaluate()["eval_loss"] if "validation" in splits else None
-    trainer.train(resume_from_checkpoint=resume and any(folder.glob("checkpoint-*")))
-    history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
-    if "validation" in splits:
-        history["eval_loss"] = trainer.evaluate()["eval_loss"]
-    trainer.card.add_losses(before, history.get("eval_loss"))
-    trainer.save_model()
-    history["card"] = vars(trainer.card)
-    if PartialState().is_main_process:
-        write_json(folder / "training.json", history)
-    PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
-    return _trained(recipe, training).to(training.config.device), history
-
-
-def _settings(recipe: Recipe, training: Training) -> dict:
-    """What decides the weights that a training gives, however many devices share its batches."""
-    config = training.config
-    names = "model revision dropout encoder lora dataset dataset_config dataset_revision text_column prompt_column"
-    names = [*names.split(), "train_split", "block_size", "wrap", "insert_eos", "streaming"]
-    settings = recorded_settings(config, config.world_size) | {name: getattr(recipe, name) for name in names}
-    settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
-    settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
-    for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
-        if settings[name] is not None and Path(settings[name]).exists():
-            path = Path(settings[name]).resolve()
-            settings[name] = f"{path.name} ({hashlib.sha256(bytes(path)).hexdigest()[:8]})"
-    return json.loads(json.dumps(settings, default=str))
-
-
-def _trained(recipe: Recipe, training: Training):
-    """What a training left. Adapters go into the recipe's base: once pushed, they no longer say where it lies."""
-    folder = training.config.output_dir
-    return _model(recipe, folder) if training.peft_config is None else merge_adapter(_model(recipe), folder)
-
-
-def _rehearse(recipe: Recipe, arguments: dict, splits: dict, tokenizer) -> dict:
-    with tempfile.TemporaryDirectory() as scratch:
-        training = trainings(recipe, arguments | {"push_to_hub": False}, Path(scratch))[0]
-        trainer = _trainer(recipe, training, splits, tokenizer)
-        trainer.save_model()
-        write_json(Path(training.config.output_dir) / SETTINGS, _settings(recipe, training))
-        files = files_to_publish(Path(training.config.output_dir))
-    if PartialState().is_main_process:
-        print(f"A push would upload to {arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
-        print("\n".join(f"  {size:>13,} bytes  {name}" for name, size in files.items()))
-    return {"files": files}
-
-
-def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int):
+def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab_size: int) -> Dataset:
+    """The rows of one split of the recipe's text."""
     documents = load_text(
         recipe.dataset,
         split=split,
@@ -233,11 +307,11 @@ def _blocks(recipe: Recipe, split: str, tokenizer, length: int, vocab_size: int)
     )
     if recipe.prompt_column is not None:
         return pack_prompts(documents, tokenizer, length)
-    blocks = pack_documents(
+    rows = pack_documents(
         documents, tokenizer, length, wrap=recipe.wrap, insert_eos=recipe.insert_eos, vocab_size=vocab_size
     )
     # The Trainer finds its place in a stream within an epoch only, so all passes over the text are one.
-    return blocks.repeat(None) if recipe.streaming else blocks
+    return rows.repeat(None) if recipe.streaming else rows
 
 
 def _dtype(config) -> torch.dtype:
