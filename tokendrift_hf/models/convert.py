@@ -7,26 +7,26 @@ Lightning files beside it `ema`, whose `shadow_params` are a list in the order o
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import shutil
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..files import read_json
 from ..hub.configuration_tokendrift import DiTConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
+from .archive import load_archive
+from .loading import load_model
+from .pickles import Foreign
 
 MODELS = {"mdlm": MDLMForMaskedLM, "duo": DUOForMaskedLM}
-_TABLE, _ROTARY = "vocab_embed.embedding", "rotary_emb.inv_freq"
+_TABLE, _ROTARY, _TIME_BIAS = "vocab_embed.embedding", "rotary_emb.inv_freq", "sigma_map.mlp.0.bias"
 _RELEASED_HEAD_DIM = 64
 
 
@@ -46,7 +46,7 @@ class ConversionReport:
 def convert(
     source: str | os.PathLike, destination: str | os.PathLike, ema: bool = True, model: str | None = None
 ) -> ConversionReport:
-    """Write `source` as a model directory. No code in `source` is run, nor are its pickled classes imported.
+    """Write `source` as a model directory. Nothing in `source` is run: it is read as tensors, containers and numbers.
 
     Args:
         source: a `.safetensors` file, a Lightning or other torch checkpoint, or a directory in the released layout. A
@@ -73,10 +73,13 @@ def convert(
 
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    network.save_pretrained(partial)
-    if destination.exists():
-        destination.rmdir()
-    os.replace(partial, destination)
+    try:
+        network.save_pretrained(partial)
+        if destination.exists():
+            destination.rmdir()
+        os.replace(partial, destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     report.lines.append(f"written: {destination}")
     return report
 
@@ -90,7 +93,7 @@ def _from_directory(source: Path, model: str | None):
         )
     if model not in (None, found):
         raise ValueError(f"model={model!r} was asked for, but config.json in {source} is that of {found!r}.")
-    network = MODELS[found].from_pretrained(source, dtype="auto")
+    network = load_model(str(source), dtype="auto")
     report = _report(network, found, False, f"{source}, a model directory", "config.json", "config.json")
     report.lines.append("weights: as they are (a directory holds no separate moving average)")
     return network, report
@@ -98,10 +101,8 @@ def _from_directory(source: Path, model: str | None):
 
 def _from_file(source: Path, ema: bool, model: str | None):
     payload, layout = _read(source)
-    state_dict = payload.get("state_dict", payload)
-    hyper_parameters = _values(payload.get("hyper_parameters", {}))
-    hyper_parameters = hyper_parameters.get("config", {}) if isinstance(hyper_parameters, dict) else {}
-    tensors, left_out = _backbone(state_dict, source)
+    hyper_parameters = _entry(payload, "hyper_parameters", "config")
+    tensors, left_out = _backbone(payload.get("state_dict", payload), source)
     beside = _model_of_config(source.parent)
     evidence = (
         (model, "as asked"),
@@ -122,6 +123,10 @@ def _from_file(source: Path, ema: bool, model: str | None):
     _check(tensors, {name: tensor.shape for name, tensor in network.backbone.state_dict().items()}, source)
 
     average = payload.get("ema") if "state_dict" in payload else None
+    if not isinstance(average, dict | None):
+        raise ValueError(
+            f"The moving average in {source} is a {type(average).__name__}; needed is a dict. Use --no-ema."
+        )
     applied = bool(ema and average)
     if applied:
         tensors.update(_averages(average, network, source))
@@ -129,7 +134,8 @@ def _from_file(source: Path, ema: bool, model: str | None):
 
     report = _report(network, found, applied, f"{source}, {layout}", origin, sizes)
     if average:
-        rate = f"decay {average.get('decay')}, {average.get('num_updates')} updates"
+        decay = average.get("decay")
+        rate = f"decay {decay if isinstance(decay, float) else 'unknown'}, {_whole(average.get('num_updates'))} updates"
         report.lines.append(f"weights: {'the moving average' if applied else 'raw, not the moving average'} ({rate})")
     else:
         report.lines.append("weights: as they are (the file holds no separate moving average)")
@@ -157,81 +163,54 @@ def _report(network, model: str, ema_applied: bool, source: str, origin: str, si
 # Reading
 
 
-class _Inert:
-    """Stands for an object of any class in a pickle: keeps what it was given and does nothing with it."""
-
-    state: Any = None
-
-    def __new__(cls, *args, **kwargs):
-        return super().__new__(cls)
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __setstate__(self, state):
-        self.state = state
-
-    def append(self, item):
-        pass
-
-    def extend(self, items):
-        pass
-
-    def __setitem__(self, key, value):
-        pass
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Rebuilds tensors and containers; everything else that a pickle names becomes `_Inert` and is never imported."""
-
-    allowed = {
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_parameter"),
-        ("torch", "Size"),
-    }
-
-    def find_class(self, module: str, name: str):
-        # torch's loader maps storage types by itself before it asks here; it resolves no other name.
-        return super().find_class(module, name) if (module, name) in self.allowed else type(name, (_Inert,), {})
-
-
-def _read(source: Path) -> tuple[Mapping[str, Any], str]:
+def _read(source: Path) -> tuple[dict[str, Any], str]:
     """The content of a file, and what kind of file it is."""
     damaged = f"{source} cannot be read as a safetensors or torch checkpoint"
     if zipfile.is_zipfile(source):
-        reader = SimpleNamespace(Unpickler=_InertUnpickler, __name__="inert")
         try:
-            payload = torch.load(source, map_location="cpu", mmap=True, weights_only=False, pickle_module=reader)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{damaged} ({error}). It is damaged or of another kind.") from error
-        if not isinstance(payload, Mapping):
+            payload = load_archive(source)
+        except ValueError as error:
+            raise ValueError(f"{damaged}: {error}. Copy or download it again, or save its weights alone.") from error
+        if not isinstance(payload, dict):
             raise ValueError(f"{damaged}: it holds a {type(payload).__name__} instead of named tensors.")
         if "state_dict" in payload:
-            progress = f"epoch {payload.get('epoch')}, step {payload.get('global_step')}"
+            progress = f"epoch {_whole(payload.get('epoch'))}, step {_whole(payload.get('global_step'))}"
             return payload, f"a Lightning checkpoint ({progress})"
         return payload, "a torch file of bare weights"
     try:
         return load_file(source), "a safetensors file of bare weights"
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{damaged} ({error}). It is cut off, still being written, or of another kind: copy or download it again."
+            f"{damaged} ({error}). It is cut off, still being written, or of another kind, such as a torch file from "
+            "before version 1.6: copy or download it again, or save its weights as safetensors."
         ) from error
 
 
-def _values(node: Any) -> Any:
-    """Pickled omegaconf nodes, which arrive as `_Inert`, as the dicts, lists and values that they hold."""
-    if isinstance(node, _Inert):
-        state = node.state if isinstance(node.state, dict) else {}
-        return _values(state.get("_content", state.get("_val")))
-    if isinstance(node, Mapping):
-        return {key: _values(value) for key, value in node.items()}
-    return [_values(value) for value in node] if isinstance(node, (list, tuple)) else node
+def _whole(value: Any) -> int | str:
+    """A number to print; what else a stranger put there is not shown."""
+    return value if type(value) is int and abs(value) < 2**63 else "unknown"
 
 
-def _backbone(state_dict: Mapping[str, Any], source: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _entry(node: Any, *path: str) -> Any:
+    """The value at a path of names in nested dicts or pickled omegaconf nodes; None where there is none."""
+    for name in path:
+        node = _content(node)
+        node = node.get(name) if isinstance(node, dict) else None
+    return _content(node)
+
+
+def _content(node: Any) -> Any:
+    """What a pickled omegaconf node, which arrives as `Foreign`, holds."""
+    if isinstance(node, Foreign) and isinstance(node.state, dict):
+        return node.state.get("_content", node.state.get("_val"))
+    return node
+
+
+def _backbone(state_dict: Any, source: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of the network without their prefix, and the keys of a teacher, which are left out."""
-    tensors = {key: value.detach() for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"{source} has a {type(state_dict).__name__} in the place of its named tensors.")
+    tensors = {str(key): value.detach() for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
     teacher = [key for key in tensors if key.startswith("teacher.")]
     tensors = {key: value for key, value in tensors.items() if key not in teacher}
     prefixes = [key.removesuffix(_TABLE) for key in tensors if key.endswith(_TABLE)]
@@ -243,7 +222,16 @@ def _backbone(state_dict: Mapping[str, Any], source: Path) -> tuple[dict[str, to
     foreign = [key for key in tensors if not key.startswith(prefixes[0])]
     if foreign:
         raise ValueError(f"{source} holds tensors outside {prefixes[0]!r} that nothing here would use: {foreign[:5]}.")
-    return {key.removeprefix(prefixes[0]): value for key, value in tensors.items()}, teacher
+    tensors = {key.removeprefix(prefixes[0]): value for key, value in tensors.items()}
+    for key, dimensions in ((_TABLE, 2), (_TIME_BIAS, 1), (_ROTARY, 1)):
+        if key in tensors and (tensors[key].dim() != dimensions or not tensors[key].numel()):
+            raise ValueError(
+                f"{source}: {key} has shape {list(tensors[key].shape)}; needed are {dimensions} dimensions."
+            )
+    whole = [f"{key} ({value.dtype})" for key, value in tensors.items() if not value.is_floating_point()]
+    if whole:
+        raise ValueError(f"{source} holds weights that are no fractions: {whole[:5]}. Quantised files cannot be read.")
+    return tensors, teacher
 
 
 def _check(tensors: dict[str, torch.Tensor], needed: dict[str, torch.Size], source: Path) -> None:
@@ -258,16 +246,18 @@ def _check(tensors: dict[str, torch.Tensor], needed: dict[str, torch.Size], sour
         raise ValueError(f"{source} is not a complete MDLM or DUO network: {'; '.join(wrong[:12])}.")
 
 
-def _averages(average: Mapping[str, Any], network, source: Path) -> dict[str, torch.Tensor]:
+def _averages(average: dict[str, Any], network, source: Path) -> dict[str, torch.Tensor]:
     """The moving averages under the names of the parameters, in whose order (not the state dict's) they are listed."""
     parameters, shadow = dict(network.backbone.named_parameters()), average.get("shadow_params", [])
+    if not isinstance(shadow, list) or not all(isinstance(value, torch.Tensor) for value in shadow):
+        raise ValueError(f"The moving average in {source} is no list of tensors. Convert the raw weights (--no-ema).")
     if len(shadow) != len(parameters):
         raise ValueError(
             f"The moving average in {source} has {len(shadow)} tensors, but the network has {len(parameters)} "
             "parameters, so they cannot be matched. Convert the raw weights instead (--no-ema)."
         )
     for i, (name, value) in enumerate(zip(parameters, shadow, strict=True)):
-        if value.shape != parameters[name].shape:
+        if value.shape != parameters[name].shape or not value.is_floating_point():
             raise ValueError(
                 f"The moving average in {source} does not match: its tensor {i} has shape {list(value.shape)}, but "
                 f"{name} has {list(parameters[name].shape)}. Convert the raw weights instead (--no-ema)."
@@ -279,19 +269,19 @@ def _averages(average: Mapping[str, Any], network, source: Path) -> dict[str, to
 
 
 def _model_of_config(folder: Path) -> str | None:
-    try:
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, json.JSONDecodeError):
-        return None
+    path = folder / "config.json"
+    model_type = read_json(path).get("model_type") if path.is_file() else None
     for name, cls in MODELS.items():
         if model_type in (cls.config_class.model_type, cls.config_class.released_model_type):
             return name
     return None
 
 
-def _model_of_hyper_parameters(config: dict, source: Path) -> str | None:
+def _model_of_hyper_parameters(config: Any, source: Path) -> str | None:
     """By the names in the configurations of the two training repositories: `algo.name` or `parameterization`."""
-    algorithm = (config.get("algo") or {}).get("name") or config.get("parameterization")
+    algorithm = _entry(config, "algo", "name") or _entry(config, "parameterization")
+    if not isinstance(algorithm, str | None):
+        raise ValueError(f"The hyper-parameters in {source} name a {type(algorithm).__name__} as the algorithm.")
     known = {"mdlm": "mdlm", "subs": "mdlm", "duo": "duo", "duo_base": "duo", "distillation": "duo", None: None}
     if algorithm not in known:
         raise ValueError(f"{source} was trained as {algorithm!r}; only MDLM and DUO networks can be used here.")
@@ -307,16 +297,25 @@ def _model_of_path(source: Path) -> str | None:
     return None
 
 
-def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: dict, source: Path):
+def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: Any, source: Path):
     """A configuration from the shapes of the tensors and, for what they cannot show, the hyper-parameters."""
-    if "sigma_map.mlp.0.bias" not in tensors:
-        raise ValueError(f"{source} has no sigma_map.mlp.0.bias: it is a causal or another network, of no use here.")
-    sizes = hyper_parameters.get("model") or {}
-    names = {"length": "max_position_embeddings", "dropout": "dropout", "n_heads": "num_attention_heads"}
-    fields = {ours: sizes[theirs] for theirs, ours in names.items() if theirs in sizes}
-    for section in (hyper_parameters, hyper_parameters.get("algo") or {}):
-        if isinstance(section.get("time_conditioning"), bool):
-            fields["time_conditioning"] = section["time_conditioning"]
+    if _TIME_BIAS not in tensors:
+        raise ValueError(f"{source} has no {_TIME_BIAS}: it is a causal or another network, of no use here.")
+    fields = {}
+    for theirs, ours, valid in (
+        ("length", "max_position_embeddings", lambda value: type(value) is int and 0 < value < 2**31),
+        ("n_heads", "num_attention_heads", lambda value: type(value) is int and 0 < value < 2**31),
+        ("dropout", "dropout", lambda value: type(value) in (int, float) and 0 <= value < 1),
+    ):
+        value = _entry(hyper_parameters, "model", theirs)
+        if value is not None and not valid(value):
+            raise ValueError(
+                f"The hyper-parameters in {source} hold no valid model.{theirs}. Put a config.json beside it."
+            )
+        fields |= {} if value is None else {ours: value}
+    for path in (("time_conditioning",), ("algo", "time_conditioning")):
+        if isinstance(_entry(hyper_parameters, *path), bool):
+            fields["time_conditioning"] = _entry(hyper_parameters, *path)
     origin, assumed = "by the tensors" + (" and hyper-parameters" if fields else ""), []
 
     vocab_size, hidden_size = tensors[_TABLE].shape
@@ -335,7 +334,7 @@ def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: dict
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        cond_dim=len(tensors["sigma_map.mlp.0.bias"]),
+        cond_dim=len(tensors[_TIME_BIAS]),
         num_hidden_layers=len({key.split(".")[1] for key in tensors if key.startswith("blocks.")}),
         **fields,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,18 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
         raise ValueError(
             f"{name} is a model of type {found.get('model_type')!r}; known are {', '.join(map(repr, CLASSES))}."
         )
-    return CLASSES[found["model_type"]].from_pretrained(name, **{"dtype": "float32"} | kwargs)
+    return _with_weights(CLASSES[found["model_type"]], name, **{"dtype": "float32"} | kwargs)
+
+
+def _with_weights(model_class, name: str, **kwargs) -> PreTrainedModel:
+    try:
+        return model_class.from_pretrained(name, **kwargs)
+    except (RuntimeError, pickle.UnpicklingError) as error:  # of torch, for pickled weights
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"The weights in {name!r} cannot be read: they are damaged, or hold more than tensors ({reason}). Save "
+            "them as safetensors, or give their file to `tokendrift convert`."
+        ) from error
 
 
 def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
@@ -58,7 +70,7 @@ def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
         ours = config.get("model_type") in CLASSES
-        return load_model(str(name)) if ours else AutoModel.from_pretrained(name, dtype=torch.float32)
+        return load_model(str(name)) if ours else _with_weights(AutoModel, str(name), dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,5 +106,5 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
 
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"The adapters in {folder} do not fit {type(base).__name__} ({error}).") from error
