@@ -178,7 +178,6 @@ def test_local_files(tmp_path):
     (folder / "b.txt").write_text("second\nline\n\nparagraph")
     (folder / "a.txt").write_text("first")
     assert list(load_text(str(folder))["text"]) == ["first", "second\nline\n\nparagraph"]
-    assert list(load_text(str(folder / "b.txt"), sample_by="paragraph")["text"]) == ["second\nline", "paragraph"]
 
     rows = [{"body": f"document {i}", "id": i} for i in range(20)]
     lines = tmp_path / "rows.jsonl"

@@ -1,17 +1,15 @@
-"""Tables, pictures and the paper's lines beside them: they say what the records say."""
+"""Tables and pictures: they say what the records say."""
 
 from __future__ import annotations
 
 import configparser
-import json
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
 from toys import record
 
 from tokendrift_hf.evaluation.comparison import summarise
-from tokendrift_hf.evaluation.report import latex_table, markdown_table, paper_rows, plot, write_report
+from tokendrift_hf.evaluation.report import markdown_table, plot, write_report
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"gen_ppl": 7.25, "entropy": 3.5}
@@ -58,15 +56,6 @@ def test_columns_for_mauve_and_for_equal_entropy_and_the_matched_row():
     assert lines[6] == "| real text | 7.2 | 3.500 |  | 7.2 |"
 
 
-def test_latex_has_the_same_cells_with_its_special_characters_escaped():
-    rows = summarise([record("50%_of a & b", seed, 100.0, 4.0) for seed in (0, 1)])
-    rows += summarise([record(r"{x}^2~\$#", 0, 9.0, 3.0)])
-    lines = latex_table(rows, TEXT).splitlines()
-    assert lines[:2] == [r"\begin{tabular}{lrr}", r"\toprule"] and lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
-    assert lines[4] == r"50\%\_of a \& b & 100.0 $\pm$ 0.0 & 4.000 $\pm$ 0.000 \\"
-    assert lines[5] == r"\{x\}\textasciicircum{}2\textasciitilde{}\textbackslash{}\$\# & 9.0 & 3.000 \\"
-
-
 def test_a_label_does_not_end_a_cell():
     line = markdown_table(summarise([record("a|b", 0, 9.0, 3.0)])).splitlines()[2]
     assert line == r"| a\|b | 9.0 | 3.000 |"
@@ -97,46 +86,22 @@ def test_the_frontier_has_every_temperature_and_ends_in_real_text(tmp_path):
     assert [text.get_text() for text in cold] == ["a (T = 0.8)"]
 
 
-def test_the_papers_lines_are_those_of_the_guide():
-    """Every figure of recipes/README.md, section 6, comes from paper.json under the number of its table."""
-    guide = (ROOT / "recipes/README.md").read_text(encoding="utf-8").split("## 6.")[1]
-    for number in "123456":
-        section = guide.split(f"**Table {number}.**")[1].partition("**Table")[0]
-        rows = paper_rows(number, (4, 8, 16))
-        assert len(rows) == 3 * (section.count("\n| ") - 1), "three numbers of steps for every line but the header"
-        for row in rows:
-            (line,) = [line for line in section.splitlines() if line.startswith(f"| {row['model'][:-8]} |")]
-            assert f"{row['gen_ppl']:g} ± {row['gen_ppl_sd']:g} / {row['entropy']:.2f}" in line
-
-
-def test_ours_beside_the_papers(tmp_path):
-    rows = [row | {"nelbo": 0} for row in two_models()]
+def test_the_report_is_the_table_and_the_perplexities(tmp_path):
     nelbo = {"base": {"nelbo_ppl": 22.9, "nelbo_ppl_se": 0.25}}
-    text = write_report({"rows": rows, "real_text": TEXT, "nelbo": nelbo}, tmp_path, paper="1")
+    text = write_report({"rows": two_models(), "real_text": TEXT, "nelbo": nelbo}, tmp_path)
     assert text == (tmp_path / "table.md").read_text(encoding="utf-8")
-    lines = text.splitlines()
-    assert "| MDLM, as released (paper) | 1942.3 ± 66.8 | 5.950 ± 0.020 | 799.5 ± 24.3 | 5.880 ± 0.020 |" in lines
-    assert lines[2].startswith("| base | 90.5") and lines[-1].endswith("not measured here.") and "table 1" in lines[-1]
-    assert "| base | 22.90 ± 0.25 (standard error) |" in lines
-    latex = (tmp_path / "table.tex").read_text(encoding="utf-8")
-    assert "TokenDrift (paper) & 208.9" in latex and latex.startswith("% Lines marked (paper)")
-    assert "paper" not in write_report({"rows": rows}, tmp_path)
-
-
-@pytest.mark.parametrize(("number", "steps", "message"), [("7", [4], "no table '7'"), ("1", [2], "at 4, 8, 16 steps")])
-def test_the_paper_has_no_such_results(number, steps, message):
-    with pytest.raises(ValueError, match=message):
-        paper_rows(number, steps)
+    assert text.startswith(markdown_table(two_models(), TEXT))
+    assert text.splitlines()[-1] == "| base | 22.90 ± 0.25 (standard error) |"
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "plot.png"}
 
 
 def test_every_file_of_the_package_goes_into_the_wheel():
-    """What is not Python is listed as package data, the paper's results among it; the recipes have it as well."""
+    """What is not Python is listed as package data."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     patterns = [pattern.strip() for pattern in setup["options.package_data"]["tokendrift_hf"].split(",")]
     package = ROOT / "tokendrift_hf"
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     files = {name for name in files if not name.endswith((".py", ".pyc"))}
-    assert "evaluation/paper.json" in files
+    assert "publishing/model_cards/full.md" in files
     assert {name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
-    assert json.loads((ROOT / "recipes/results/paper.json").read_text()).keys() >= {"source", "tables"}

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--match", nargs=2, metavar=("A", "B"), help="labels: sample A at B's entropy too, by its temperature"
     )
-    parser.add_argument("--paper", metavar="N", help="print table N (1 to 6) of the paper beside the results")
     parser.add_argument("--n-mc", type=int, default=1, help="noise draws a row for the NELBO (default 1)")
     parser.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
 
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from ..data import load_text, pack_documents
     from ..evaluation.comparison import evaluate_models
     from ..evaluation.grid import Harness
-    from ..evaluation.report import paper_rows, write_report
+    from ..evaluation.report import write_report
     from ..files import write_json
     from ..models.loading import load_judge, load_model, load_tokenizer
 
@@ -63,8 +62,6 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--match {' '.join(options.match)}: two of {list(named)}, sampled at temperature 1 as well.")
     if options.mauve and options.text is None:
         raise ValueError("--mauve compares samples with real text. Name it with --text.")
-    if options.paper is not None:
-        paper_rows(options.paper, options.num_steps)
     results = {"models": named, "judge": options.judge}
     _refuse_other_content(options.output_dir, results)
     # A process may wait for the others as long as a cell takes, not ten minutes.
@@ -84,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     grid = (options.num_steps, options.temperatures, options.seeds, options.num_samples)
     results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
     if state.is_main_process:
-        print(write_report(results, options.output_dir, options.paper))
+        print(write_report(results, options.output_dir))
         write_json(options.output_dir / "results.json", results)
     return 0
 

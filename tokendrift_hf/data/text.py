@@ -27,7 +27,6 @@ def load_text(
     revision: str | None = None,
     text_column: str = "text",
     prompt_column: str | None = None,
-    sample_by: str = "document",
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """One split of a corpus as rows with a column `text`, one document a row, and maybe a column `prompt`.
@@ -35,14 +34,13 @@ def load_text(
     Args:
         name: "documentation" (the embedded corpus, splits train, validation, judge, reference); "openwebtext" (its
             parquet form, cut as the MDLM and DUO releases do: validation is the last 100,000 documents); a file or a
-            directory of .txt, .md, .jsonl, .json or .parquet files; or the name of a dataset on the hub.
+            directory of .txt or .md (a file is a document), .jsonl, .json or .parquet files; or the name of a dataset
+            on the hub.
         split: any split expression of `datasets`, e.g. "train[:1%]". Files have the one split "train".
         config: configuration of a hub dataset.
         revision: branch, tag or commit of a hub dataset.
         text_column: the column that holds the text.
         prompt_column: the column that holds the prompts which the text completes; None: there is none.
-        sample_by: for text files, what one document is: the whole file ("document"), a "paragraph" or a "line". A file
-            is read whole in the first case, so take "paragraph" for files that do not fit in memory.
         streaming: read rows as they are needed instead of preparing an Arrow file first.
 
     Raises:
@@ -52,7 +50,7 @@ def load_text(
         text = _documentation(split, streaming)
     elif Path(name).exists() or Path(name).suffix in _BUILDERS:
         builder, files = _local_files(Path(name))
-        options = {"sample_by": sample_by} if builder == "text" else {}
+        options = {"sample_by": "document"} if builder == "text" else {}
         try:
             text = datasets.load_dataset(builder, data_files=files, split=split, streaming=streaming, **options)
         except datasets.exceptions.DatasetGenerationError as error:

@@ -2,69 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Rows = Sequence[Mapping]
-PAPER_NOTE = (
-    "Lines marked (paper) are table {number} of arXiv:2605.19470 (judge gpt2-large, 1024 tokens), not measured here."
-)
-
-LATEX = str.maketrans(
-    {character: rf"\{character}" for character in "&%$#_{}"}
-    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$"}
-)
 
 
-def paper_rows(number: str, num_steps: Iterable[int]) -> list[dict]:
-    """Lines of a table of the TokenDrift paper in the form of `harness.summarise`, labelled "... (paper)".
-
-    Args:
-        number: of the table, "1" to "6".
-        num_steps: numbers of steps wanted; the paper has 4, 8 and 16.
-
-    Raises:
-        ValueError: no such table, or none of its results is at these numbers of steps.
-    """
-    tables = json.loads((files(__package__) / "paper.json").read_text(encoding="utf-8"))["tables"]
-    if number not in tables:
-        raise ValueError(f"The paper has no table {number!r} of results. Use one of {', '.join(tables)}.")
-    rows = [
-        {"model": f"{line['row']} (paper)", "num_steps": steps, "temperature": 1.0, **line["results"][str(steps)]}
-        for line in tables[number]["rows"]
-        for steps in num_steps
-        if str(steps) in line["results"]
-    ]
-    if not rows:
-        found = ", ".join(tables[number]["rows"][0]["results"])
-        raise ValueError(f"Table {number} of the paper has results at {found} steps, none of them asked for.")
-    return rows
-
-
-def write_report(results: Mapping, folder: Path, paper: str | None = None) -> str:
-    """Write table.md, table.tex and plot.png of the results of `harness.evaluate_models`; returns the Markdown.
+def write_report(results: Mapping, folder: Path) -> str:
+    """Write table.md and plot.png of the results of `harness.evaluate_models`; returns the Markdown.
 
     Args:
         results: with `rows`, and perhaps `curve`, `real_text` and `nelbo`.
         folder: which exists.
-        paper: number of a table of the paper to print beside them.
     """
     rows, real_text = results["rows"], results.get("real_text")
-    beside = [] if paper is None else paper_rows(paper, sorted({row["num_steps"] for row in rows}))
-    note = "" if paper is None else PAPER_NOTE.format(number=paper)
-    markdown = markdown_table([*rows, *beside], real_text)
+    markdown = markdown_table(rows, real_text)
     if "nelbo" in results:
         markdown += "\n| model | NELBO perplexity of the real text |\n| --- | --- |\n"
         for label, value in results["nelbo"].items():
             markdown += (
                 f"| {_escaped(label)} | {value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error) |\n"
             )
-    markdown += f"\n{note}\n" if note else ""
     (folder / "table.md").write_text(markdown, encoding="utf-8")
-    latex = (f"% {note}\n" if note else "") + latex_table([*rows, *beside], real_text)
-    (folder / "table.tex").write_text(latex, encoding="utf-8")
     plot(rows, folder / "plot.png", real_text, results.get("curve", ()))
     return markdown
 
@@ -136,15 +95,6 @@ def markdown_table(rows: Rows, real_text: Mapping | None = None) -> str:
     header, *lines = [[_escaped(cell) for cell in line] for line in _columns(rows, real_text)]
     rule = ["---"] * len(header)
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
-
-
-def latex_table(rows: Rows, real_text: Mapping | None = None) -> str:
-    """The same table for LaTeX with booktabs."""
-    escaped = [[cell.translate(LATEX) for cell in line] for line in _columns(rows, real_text)]
-    header, *body = [" & ".join(line) + r" \\" for line in escaped]
-    columns = f"l{'r' * (len(escaped[0]) - 1)}"
-    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
-    return "\n".join([*lines, r"\end{tabular}", ""])
 
 
 def plot(rows: Rows, path: Path, real_text: Mapping | None = None, curve: Rows = ()):
