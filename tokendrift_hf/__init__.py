@@ -24,6 +24,7 @@ _MODULE_OF = {
     "FeatureQueue": "objective.queue",
     "FrozenEncoder": "objective.encoder",
     "GenPPL": "metrics",
+    "as_diffusion": "models.adapter",
     "drift_field": "objective.drift",
 }
 

@@ -295,6 +295,11 @@ class DiffusionPreTrainedModel(PreTrainedModel):
         }
         super().save_pretrained(*args, **kwargs)
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the model takes, in tokens."""
+        return self.config.max_position_embeddings
+
     def get_input_embeddings(self):
         return self.backbone.vocab_embed
 
@@ -344,12 +349,12 @@ class DiffusionPreTrainedModel(PreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions=True: these models keep no attention weights. Leave it out.")
         if inputs_embeds is None:
-            inputs_embeds = self.backbone.vocab_embed(input_ids)
+            inputs_embeds = self.get_input_embeddings()(input_ids)
         B, L = inputs_embeds.shape[:2]
-        if L > self.config.max_position_embeddings:
+        if L > self.longest:
             raise ValueError(
-                f"The batch is {L} tokens long, but this model takes at most {self.config.max_position_embeddings}. "
-                "Cut the text into blocks, or generate in several windows."
+                f"The batch is {L} tokens long, but this model takes at most {self.longest}. Cut the text "
+                "into blocks, or generate in several windows."
             )
         if timesteps is not None and timesteps.shape != (B,):
             raise ValueError(f"timesteps has shape {list(timesteps.shape)}; needed is one time per sequence, [{B}].")

@@ -87,11 +87,25 @@ class AbsorbingProcess:
     Args:
         vocab_size: V, the mask included.
         mask_id: the id of the mask, which never occurs in clean text.
+        kept_ids: ids that are never masked, such as the [CLS] and [SEP] of a masked language model.
     """
 
-    def __init__(self, vocab_size: int, mask_id: int, schedule: LogLinearSchedule | None = None):
-        self.vocab_size, self.mask_id = vocab_size, mask_id
+    def __init__(
+        self,
+        vocab_size: int,
+        mask_id: int,
+        schedule: LogLinearSchedule | None = None,
+        kept_ids: tuple[int, ...] = (),
+    ):
+        self.vocab_size, self.mask_id, self.kept_ids = vocab_size, mask_id, kept_ids
         self.schedule = schedule or LogLinearSchedule()
+
+    def corruptible(self, x_0: torch.Tensor) -> torch.Tensor:
+        """Where a token can become the mask: everywhere but at the kept ids. Bool [B, L]."""
+        free = torch.ones_like(x_0, dtype=torch.bool)
+        for kept in self.kept_ids:  # one comparison each: a table of them would have to be copied to the device
+            free &= x_0 != kept
+        return free
 
     def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
         """x_1: every position masked. `random_tokens` [B, L] only gives shape, dtype and device."""
@@ -101,7 +115,8 @@ class AbsorbingProcess:
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1), shape [B, L]; `t` [B]. `random_tokens` is not used."""
-        return torch.where(uniforms < 1 - _per_row(self.schedule.alpha(t), x_0), self.mask_id, x_0)
+        masked = uniforms < 1 - _per_row(self.schedule.alpha(t), x_0)
+        return torch.where(masked & self.corruptible(x_0), self.mask_id, x_0)
 
     def predicted_positions(self, x_t: torch.Tensor) -> torch.Tensor:
         """M, the positions that the network predicts: the masked ones. Bool [B, L]."""
@@ -141,6 +156,10 @@ class UniformProcess:
     def __init__(self, vocab_size: int, schedule: LogLinearSchedule | None = None):
         self.vocab_size = vocab_size
         self.schedule = schedule or LogLinearSchedule()
+
+    def corruptible(self, x_0: torch.Tensor) -> torch.Tensor:
+        """Where a token can be redrawn: everywhere. Bool [B, L]."""
+        return torch.ones_like(x_0, dtype=torch.bool)
 
     def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
         """x_1 given ids drawn uniformly from all V, [B, L]: those ids themselves."""

@@ -20,7 +20,7 @@ class CorruptedBatch:
         x_t: noisy ids; equal to x_0 where a position is not free.
         t: ``[B]``, float32.
         exists: bool, no padding.
-        free: bool, neither padding nor prompt, so corruptible.
+        free: bool, neither padding nor prompt nor an id that the process keeps, so corruptible.
         predicted: bool, M of the paper: a part of the free positions.
         attention_mask: as given; None if every position exists.
         noise: what corrupted these rows, and has more for an objective that draws.
@@ -58,6 +58,7 @@ def corrupt(
         free = free & ~inputs["prompt_mask"].bool()
     if "labels" in inputs:
         free = free & (inputs["labels"] != -100)
+    free = free & process.corruptible(x_0)
     x_t = torch.where(free, process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device)), x_0)
     predicted = process.predicted_positions(x_t) & free
     return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), noise)

@@ -1,0 +1,53 @@
+"""Tiny models with random weights that keep the contract of larger families, and a tokenizer of theirs."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+V = 24  # 0 pad, 1 cls, 2 sep, 3 mask, then tokens
+PAD, CLS, SEP, MASK = range(4)
+SPECIAL = {"mask_token_id": MASK, "kept_token_ids": [PAD, CLS, SEP], "frame": (CLS, SEP)}
+
+# The names under which configurations know one and the same size.
+SIZES = {
+    **dict.fromkeys(("hidden_size", "embedding_size", "dim"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "hidden_dim"), 24),
+    "vocab_size": V,
+    "max_position_embeddings": 16,
+    "pad_token_id": PAD,
+    "bos_token_id": CLS,
+    "cls_token_id": CLS,
+    "eos_token_id": SEP,
+    "sep_token_id": SEP,
+    "mask_token_id": MASK,
+}
+
+
+def tiny_config(model_type: str, **changes):
+    known = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **{k: v for k, v in SIZES.items() if hasattr(known, k)} | changes)
+
+
+def randomised(model, seed: int = 0):
+    """Every weight random, so that no part of the model is the identity or zero; in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return model.eval()
+
+
+def masked_lm(model_type: str, seed: int = 0, **changes):
+    """A tiny masked language model of transformers, as its own class."""
+    return randomised(AutoModelForMaskedLM.from_config(tiny_config(model_type, **changes)), seed)
+
+
+def some_ids(rows: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
+    """[rows, length]: [CLS], tokens and masks, [SEP]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(MASK, V, (rows, length), generator=generator)
+    ids[:, 0], ids[:, -1] = CLS, SEP
+    return ids

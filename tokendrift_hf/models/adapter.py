@@ -1,0 +1,422 @@
+"""Any masked language model of transformers as a diffusion model, with the members that our own models have.
+
+The model stays what it is: its modules, weights, configuration and files. It gets `process`, `longest`, `blocks`,
+`hidden_states`, `logits`, a `forward` that takes diffusion times and positions, and `generate()`. So the trainer, the
+sampler and the harness never ask which family it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..files import write_json
+from ..hub.generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
+from ..hub.modeling_tokendrift import DiffusionPreTrainedModel
+from ..hub.process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess
+from .families import Family, family_of, is_masked_language_model
+
+ADAPTATION = "diffusion.json"  # beside the weights: what the adapter was told
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What a model's own files do not say about its use as a diffusion model.
+
+    Attributes:
+        mask_token_id: the id that stands for a corrupted token.
+        kept_token_ids: ids that are never corrupted and never predicted, such as [CLS] and [SEP].
+        num_tokens: ids from here on have a row in the embedding and no token, and are never predicted.
+        frame: the first and the last id of every row of text, if they are kept ids: unprompted text is written between
+            them.
+        max_length: the longest sequence, in tokens.
+        shift: whether the family's logits at position i predict token i + 1.
+    """
+
+    mask_token_id: int
+    kept_token_ids: tuple[int, ...]
+    num_tokens: int
+    frame: tuple[int, int] | None
+    max_length: int
+    shift: bool
+
+
+def as_diffusion(
+    model: PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    mask_token_id: int | None = None,
+    kept_token_ids: Sequence[int] | None = None,
+    num_tokens: int | None = None,
+    frame: tuple[int, int] | None = None,
+    max_length: int | None = None,
+    shift: bool | None = None,
+) -> PreTrainedModel:
+    """Turn a masked language model of transformers into what `DriftTrainer` and the command line take.
+
+    The model is changed in place and returned: its class becomes a subclass of its own class, of the same name, so
+    it saves in the family's format and loads with the family's class. Nothing happens to a model of this package.
+
+    Args:
+        model: a masked language model (`AutoModelForMaskedLM`), or a decoder that sees both sides
+            (`config.is_causal = False`).
+        tokenizer: the model's. It gives what the other arguments leave open.
+        mask_token_id: default: the tokenizer's mask, else `config.mask_token_id`.
+        kept_token_ids: ids that are never corrupted and never predicted. Default: for masked language models the
+            tokenizer's special tokens, for decoders none, since their end of text is predicted.
+        num_tokens: how many ids have a token. Default: the length of the tokenizer, else the size of the vocabulary.
+        frame: the ids that begin and end a row of text. Default: the tokenizer's bos or cls and eos or sep, where
+            they are kept.
+        max_length: the longest sequence. Default: the model's own limit.
+        shift: whether the logits at position i predict token i + 1. Default: as the family does.
+
+    Raises:
+        ValueError: no mask token; an encoder-decoder; a model without a vocabulary head; a model that is causal; a
+            family that is not known or does not fit; ids outside the vocabulary.
+    """
+    if hasattr(model, "process"):
+        return model
+    family = _refuse_what_does_not_fit(model)
+    V = model.config.vocab_size
+    if tokenizer is not None and len(tokenizer) > V:
+        raise ValueError(
+            f"The tokenizer has ids up to {len(tokenizer) - 1}, but {type(model).__name__} embeds {V}. Take the "
+            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) and train the new rows."
+        )
+    mask_token_id = _mask_id(model, tokenizer, mask_token_id)
+    if kept_token_ids is None:
+        special = tokenizer is not None and is_masked_language_model(model.config.model_type)
+        kept_token_ids = tokenizer.all_special_ids if special else ()
+    kept_token_ids = tuple(sorted(set(kept_token_ids) - {mask_token_id}))
+    if kept_token_ids and not 0 <= kept_token_ids[0] <= kept_token_ids[-1] < V:
+        raise ValueError(f"kept_token_ids={list(kept_token_ids)} are not all ids from 0 to {V - 1}.")
+    if frame is None and tokenizer is not None:
+        ends = (tokenizer.bos_token_id, tokenizer.cls_token_id), (tokenizer.eos_token_id, tokenizer.sep_token_id)
+        first, last = (next((x for x in options if x is not None), None) for options in ends)
+        frame = (first, last) if {first, last} <= set(kept_token_ids) else None
+    if num_tokens is None:
+        num_tokens = V if tokenizer is None else len(tokenizer)
+    adaptation = Adaptation(
+        mask_token_id=mask_token_id,
+        kept_token_ids=kept_token_ids,
+        num_tokens=max(num_tokens, mask_token_id + 1),
+        frame=None if frame is None else tuple(frame),
+        max_length=_length(model, max_length),
+        shift=family.shift if shift is None else shift,
+    )
+    return _adapt(model, family, adaptation)
+
+
+def _refuse_what_does_not_fit(model: PreTrainedModel) -> Family:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"as_diffusion takes a model of transformers, without adapters, but it was given a {name}.")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is an encoder-decoder: it writes from left to right and predicts no masked position in place. "
+            "Take a masked language model (AutoModelForMaskedLM)."
+        )
+    family = family_of(model)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"{name} has no vocabulary head, so it predicts no tokens. Load the checkpoint with AutoModelForMaskedLM."
+        )
+    rows = {len(head.weight), len(model.get_input_embeddings().weight), model.config.vocab_size}
+    if len(rows) > 1:
+        raise ValueError(
+            f"{name} embeds {len(model.get_input_embeddings().weight)} ids, predicts {len(head.weight)} and has "
+            f"vocab_size={model.config.vocab_size}: these must be one number. Call model.resize_token_embeddings."
+        )
+    return family
+
+
+def _mask_id(model, tokenizer, mask_token_id: int | None) -> int:
+    options = (mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
+    found = next((option for option in options if option is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} has no mask token: neither its tokenizer nor its configuration names one. Give "
+            "mask_token_id, the id that stood for a masked token when the model was trained."
+        )
+    if not 0 <= found < model.config.vocab_size:
+        raise ValueError(
+            f"mask_token_id={found} is outside the vocabulary of {model.config.vocab_size} ids. Where the mask is a "
+            "new token, call model.resize_token_embeddings(len(tokenizer)) first."
+        )
+    return found
+
+
+def _length(model, max_length: int | None) -> int:
+    """The longest sequence: as asked for, at most what the model's table of positions holds."""
+    limit = getattr(model.config, "max_position_embeddings", None) or max_length
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa and its kin count positions from the row after the padding's.
+            limit = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    if limit is None:
+        raise ValueError(f"{type(model).__name__} does not say how long a sequence may be. Give max_length.")
+    if max_length is not None and not 3 <= max_length <= limit:
+        raise ValueError(f"max_length={max_length}: {type(model).__name__} takes 3 to {limit} tokens.")
+    return max_length or limit
+
+
+class _Reached(Exception):
+    """The forward pass has come to a module: carries what that module was given."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+@contextmanager
+def _hooks(handles: list) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _stop(module, args, kwargs):
+    """A hook that lets the forward pass end where a module begins."""
+    raise _Reached(_first(args or tuple(kwargs.values())))
+
+
+def _first(values):
+    return values[0] if isinstance(values, tuple) else values
+
+
+class AdaptedModel:
+    """The members of our own models, in front of a family's class; `as_diffusion` puts the two together.
+
+    Attributes:
+        adaptation: what the adapter was told.
+        family: how the family differs.
+        block_list: the name of the list of blocks.
+        head_names: the names of the modules that run after the last block, in their order. They are looked up by name,
+            so that adapters which replace one of them take part.
+    """
+
+    adaptation: Adaptation
+    family: Family
+    block_list: str
+    head_names: tuple[str, ...]
+
+    forward = DiffusionPreTrainedModel.forward
+    _wants_hidden = DiffusionPreTrainedModel._wants_hidden
+
+    @property
+    def process(self) -> AbsorbingProcess:
+        kept = self.adaptation.kept_token_ids
+        return AbsorbingProcess(self.config.vocab_size, self.adaptation.mask_token_id, kept_ids=kept)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the model takes, in tokens."""
+        return self.adaptation.max_length
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, whose outputs are the features of an encoder."""
+        return self.get_submodule(self.block_list)
+
+    def hidden_states(self, inputs_embeds, timesteps=None, attention_mask=None, positions=None):
+        """The input of the first block and the outputs of all, [B, L, D], and an empty time conditioning [B, 0].
+
+        The family's own forward runs until its vocabulary head begins. With `positions` [B, n] only the last hidden
+        state at these positions is kept. `timesteps` are ignored: these models know no time.
+        """
+        states: list[Tensor] = []
+
+        def note(module, args, kwargs):
+            states.append(_first(args or tuple(kwargs.values())))
+
+        handles = [self.get_submodule(self.head_names[0]).register_forward_pre_hook(_stop, with_kwargs=True)]
+        if positions is None:
+            handles += [block.register_forward_pre_hook(note, with_kwargs=True) for block in self.blocks]
+        with _hooks(handles):
+            hidden = self._run(inputs_embeds, attention_mask)
+        if self.adaptation.shift:
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        if positions is not None:
+            hidden = hidden.take_along_dim(positions[..., None], dim=1)
+        return (*states, hidden), hidden.new_zeros(len(hidden), 0)
+
+    def _run(self, inputs_embeds: Tensor, attention_mask: Tensor | None) -> Tensor:
+        try:
+            super().forward(**self.family.inputs(self, inputs_embeds, attention_mask))
+        except _Reached as reached:
+            return reached.value
+        raise RuntimeError(f"{type(self).__name__} never reached {self.head_names[0]}.")
+
+    def logits(self, hidden: Tensor, c: Tensor | None = None) -> Tensor:
+        """The head on hidden states [B, L, D], or on any chosen rows [N, 1, D] -> [.., .., V]. `c` is not used.
+
+        The mask, the kept ids and ids without a token get -1e6, so no argmax or softmax ever picks them.
+        """
+        for name in self.head_names:
+            hidden = self.get_submodule(name)(hidden)
+        value = max(NEGATIVE_INFINITY, torch.finfo(hidden.dtype).min)
+        fill = hidden.index_fill if hidden.requires_grad else hidden.index_fill_
+        return fill(-1, self.never_predicted, value)
+
+    def generate(self, input_ids=None, *, num_samples=None, generation_config=None, **kwargs):
+        """As for our own models; unprompted text is written between the ids that frame every row of training text."""
+        described = any(kwargs.get(name) is not None for name in ("attention_mask", "prompt_mask"))
+        if input_ids is None and self.adaptation.frame is not None and not described:
+            asked = {name: kwargs.pop(name, None) for name in ("max_new_tokens", "max_length")}
+            _, settings = self._settings(generation_config, asked)
+            length = settings.max_new_tokens or settings.max_length or self.longest
+            first, last = self.adaptation.frame
+            row = torch.full((1, length), self.adaptation.mask_token_id, device=self.device)
+            row[0, 0], row[0, -1] = first, last
+            input_ids, num_samples = row, num_samples or 1
+            kwargs["max_length"] = length
+        return super().generate(input_ids, num_samples=num_samples, generation_config=generation_config, **kwargs)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As the family saves, with `diffusion.json` beside it."""
+        ours, self.generation_config = self.generation_config, self.family_generation_config
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.generation_config = ours
+        if kwargs.get("is_main_process", True):
+            self.save_adaptation(save_directory)
+
+    def save_adaptation(self, folder) -> None:
+        """Write what the adapter was told, and the settings of `generate()` that differ from the defaults."""
+        record = asdict(self.adaptation)
+        defaults = DiffusionGenerationConfig.defaults
+        settings = self.generation_config.to_dict()
+        record["generation"] = {
+            name: settings[name]
+            for name in DiffusionGenerationConfig.fields
+            if settings.get(name) is not None and settings[name] != defaults.get(name)
+        }
+        write_json(Path(folder) / ADAPTATION, record)
+
+
+@cache
+def _class_of(family_class: type) -> type:
+    """The family's class with our members in front. It keeps the name, which goes into config.json."""
+    members = {name: getattr(family_class, name) for name in ("__module__", "__qualname__", "can_generate")}
+    return type(family_class.__name__, (AdaptedModel, DiffusionGenerationMixin, family_class), members)
+
+
+def _adapt(model: PreTrainedModel, family: Family, adaptation: Adaptation) -> PreTrainedModel:
+    """Find the blocks and the head, take on our members, and check that nothing has changed by it."""
+    family.prepare(model)
+    block_list = _block_list(model)
+    ids = _probe(model, adaptation)
+    training, original, generation_config = model.training, type(model), getattr(model, "generation_config", None)
+    model.eval()
+    try:
+        with torch.no_grad():
+            last_block = model.get_submodule(block_list)[-1]
+            expected, head_names = _trace(model, last_block, ids)
+            model.__class__ = _class_of(original)
+            model.adaptation, model.family = adaptation, family
+            model.block_list, model.head_names = block_list, head_names
+            model.family_generation_config = generation_config
+            model.generation_config = DiffusionGenerationConfig(**DiffusionGenerationConfig.defaults)
+            never = {adaptation.mask_token_id, *adaptation.kept_token_ids}
+            never |= set(range(adaptation.num_tokens, model.config.vocab_size))
+            model.register_buffer("never_predicted", torch.tensor(sorted(never), device=ids.device), persistent=False)
+            _check(model, ids, expected)
+    except Exception:
+        model.__class__ = original
+        model.generation_config = generation_config
+        raise
+    finally:
+        model.train(training)
+    return model
+
+
+def _block_list(model: PreTrainedModel) -> str:
+    count = getattr(model.config, "num_hidden_layers", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name
+    raise ValueError(
+        f"{type(model).__name__} has no list of its {count} blocks. Models that use one block several times (ALBERT) "
+        "or pool positions away (Funnel) cannot be adapted."
+    )
+
+
+def _probe(model, adaptation: Adaptation) -> Tensor:
+    """Two rows [2, L] of a few ids that differ in the last alone."""
+    usable = set(range(adaptation.num_tokens)) - {adaptation.mask_token_id, *adaptation.kept_token_ids}
+    some = sorted(usable)[:: max(1, len(usable) // 8)][: min(8, adaptation.max_length)]
+    rows = torch.tensor([some, [*some[:-1], some[0]]], device=model.device)
+    rows[:, 1] = adaptation.mask_token_id
+    return rows
+
+
+def _trace(model: PreTrainedModel, last_block: nn.Module, ids: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    """The family's own logits of the first row, and the outermost modules that run after the last block."""
+    names = {module: name for name, module in model.named_modules()}
+    order: list[str] = []
+    inside: list[nn.Module] = []
+    passed = False
+
+    def enter(module, args):
+        if passed:
+            if not inside:
+                order.append(names[module])
+            inside.append(module)
+
+    def leave(module, args, output):
+        nonlocal passed
+        if inside and inside[-1] is module:
+            inside.pop()
+        passed = passed or module is last_block
+
+    handles = [module.register_forward_pre_hook(enter) for module in names]
+    handles += [module.register_forward_hook(leave) for module in names]
+    with _hooks(handles):
+        output = model(input_ids=ids[:1])
+    return output.logits, tuple(order)
+
+
+def _check(model, ids: Tensor, expected: Tensor) -> None:
+    """That our logits are the family's own, that both sides are seen, and that padding is not.
+
+    Raises:
+        ValueError: one of these does not hold.
+    """
+    name = type(model).__name__
+    predicted = torch.ones(model.config.vocab_size, dtype=torch.bool, device=ids.device)
+    predicted[model.never_predicted] = False
+    if model.adaptation.shift:
+        expected = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)
+    one, other = (model(input_ids=row[None]).logits[..., predicted] for row in ids)
+    expected = expected[..., predicted].to(one.dtype)
+    error, scale = (one - expected).abs().max(), expected.abs().max()
+    if not error <= (1e-4 if expected.dtype == torch.float32 else 3e-2) * scale:
+        raise ValueError(
+            f"{name}: the modules after its last block ({', '.join(model.head_names)}), run in this order on "
+            f"embeddings, give other logits than its own forward (they differ by {float(error):.3g}). Its head or its "
+            "embedding does more than its modules say, so it cannot be adapted."
+        )
+    if one[0, 0].equal(other[0, 0]):
+        raise ValueError(
+            f"{name} is causal: a later token changes nothing at an earlier position, so masks could be filled from "
+            "the left alone. Set config.is_causal = False if it was trained to see both sides (transformers 5.24 and "
+            "later; classes that ignore it cannot be adapted)."
+        )
+    exists = torch.ones_like(ids[:1])
+    exists[0, -1] = 0
+    one, other = (model(input_ids=row[None], attention_mask=exists).logits[0, :-1] for row in ids)
+    if not one.equal(other):
+        raise ValueError(
+            f"{name} sees padding: a token that attention_mask leaves out changes other positions. Rows of unequal "
+            "length would depend on their neighbours, so it cannot be adapted."
+        )
