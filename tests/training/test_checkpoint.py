@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from toys import assert_same, make_trainer, toy_rows, weights_of
 from transformers import TrainerCallback
 
-from tokendrift_hf.training.checkpoint import last_complete_checkpoint, read_manifest, write_manifest
+from tokendrift_hf.training.manifest import last_complete_checkpoint, read_manifest, write_manifest
 
 EXACT = {"rtol": 0, "atol": 0}
 
@@ -123,7 +123,7 @@ def test_an_incomplete_checkpoint_is_skipped_or_refused(interrupted, how, tmp_pa
         folder = shutil.copytree(interrupted, tmp_path / name)
         damage(folder / "checkpoint-4" / name, how)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "tokendrift_hf.training.checkpoint"):
+        with caplog.at_level(logging.WARNING, "tokendrift_hf.training.manifest"):
             assert last_complete_checkpoint(folder).name == "checkpoint-2"
         assert "Skipping" in caplog.text and name in caplog.text
         with pytest.raises(ValueError, match=f"checkpoint-4 is not .*complete.*{name}"):
@@ -169,7 +169,7 @@ def test_saving_again_into_a_folder_makes_it_complete_again(tmp_path):
 
 def test_changed_settings_are_warned_about(interrupted, tmp_path, caplog):
     folder = copy_of(interrupted, tmp_path)
-    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.drift_trainer"):
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.checkpoint"):
         run(folder, max_steps=4).train(resume_from_checkpoint=True)
         assert not [record for record in caplog.records if "other settings" in record.message]
         trainer = run(folder, max_steps=5, queue_size=4, temperatures=[0.1], ema_decay=None)

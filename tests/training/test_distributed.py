@@ -19,7 +19,7 @@ from conftest import tiny_model
 from safetensors.torch import load_file
 from toys import assert_same, logged, make_trainer, queues_of, uneven_rows, weights_of
 
-from tokendrift_hf.training.checkpoint import last_complete_checkpoint
+from tokendrift_hf.training.manifest import last_complete_checkpoint
 
 EXACT = {"rtol": 0, "atol": 0}
 ROOT = Path(__file__).parents[2]

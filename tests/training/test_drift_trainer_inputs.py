@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tokendrift_hf import DriftTrainer, FrozenEncoder
 from tokendrift_hf.training import drift_trainer
-from tokendrift_hf.training.checkpoint import last_complete_checkpoint
+from tokendrift_hf.training.manifest import last_complete_checkpoint
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}

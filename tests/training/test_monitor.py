@@ -13,7 +13,7 @@ from toys import logged, make_trainer, toy_rows
 from transformers import TrainerCallback
 
 from tokendrift_hf import GenPPL
-from tokendrift_hf.training.monitor import dynamics, entropy_ratio, mean_entropy, plot_dynamics
+from tokendrift_hf.training.monitor import entropy_ratio, mean_entropy, plot_dynamics, sampled_points
 
 
 class Collapse(TrainerCallback):
@@ -106,7 +106,7 @@ def test_the_ratio_is_of_the_worst_number_of_steps():
         {"eval_entropy_nfe4": 3.0, "eval_entropy_nfe16": 4.5, "eval_gen_ppl_nfe4": 8.0, "eval_loss": 1.0, "step": 5},
     ]
     assert entropy_ratio(log) == 0.75 and entropy_ratio(log[:1]) == 1.0
-    assert dynamics(log)[1] == {
+    assert sampled_points(log)[1] == {
         "eval_entropy_nfe4": 3.0,
         "eval_entropy_nfe16": 4.5,
         "eval_gen_ppl_nfe4": 8.0,

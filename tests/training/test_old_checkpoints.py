@@ -15,7 +15,7 @@ from toys import assert_same, make_trainer, toy_rows, weights_of
 
 from tokendrift_hf import MDLMForMaskedLM
 from tokendrift_hf.models.loading import load_model
-from tokendrift_hf.training.checkpoint import last_complete_checkpoint
+from tokendrift_hf.training.manifest import last_complete_checkpoint
 
 OLD = FIXTURES / "a3a2724"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1}

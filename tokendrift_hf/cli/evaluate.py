@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_other_content(folder: Path, asked: dict) -> None:
     """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
-    from ..training.checkpoint import changed_settings
+    from ..training.manifest import changed_settings
 
     path = folder / "results.json"
     if path.is_file():

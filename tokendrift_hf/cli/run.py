@@ -25,8 +25,9 @@ from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
 from ..publishing.upload import files_to_publish, publish
-from ..training.checkpoint import changed_settings, recorded_settings
+from ..training.drift_config import recorded_settings
 from ..training.drift_trainer import DriftTrainer
+from ..training.manifest import changed_settings
 from .budget import budget, describe, matmul_rate
 from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
 from .recipe import Recipe

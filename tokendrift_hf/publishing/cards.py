@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -24,10 +24,6 @@ LICENCES = {
     "openai-community/gpt2-large": ("mit", "GPT-2 Large, which scored the samples: Modified MIT"),
 }
 ALIASES = {"openwebtext": "Skylion007/openwebtext"}
-OPTIMISATION = (
-    "learning_rate lr_scheduler_type warmup_steps optim adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm "
-    "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps bf16 fp16 seed"
-).split()
 OF_ADAPTERS = (
     "r lora_alpha target_modules lora_dropout bias use_dora use_rslora rank_pattern alpha_pattern modules_to_save"
 ).split()
@@ -70,14 +66,15 @@ class Card:
     table: str = ""
 
     @classmethod
-    def of_run(cls, model: PreTrainedModel, args: TrainingArguments, *, has_tokenizer: bool) -> Card:
-        """What a trainer knows: the model (with adapters or without) before training, and its arguments."""
+    def of_run(
+        cls, model: PreTrainedModel, args: TrainingArguments, settings: dict[str, Any], *, has_tokenizer: bool
+    ) -> Card:
+        """What a trainer knows: the model (with adapters or without) before training, its arguments, and those of
+        them that decide the result."""
         peft_configs = list(getattr(model, "peft_config", {}).values())
         base = base_of(model)
         name, is_local = _public_name(base.name_or_path or "")
-        ours = [f.name for f in fields(args) if f.name not in {f.name for f in fields(TrainingArguments)}]
-        ours = [name for name in ours if not name.startswith("gen_ppl_")]
-        settings = {name: _json_value(getattr(args, name)) for name in [*ours, *OPTIMISATION]}
+        settings = {name: _json_value(value) for name, value in settings.items()}
         settings["global_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         adapters = {}
         for config in peft_configs[:1]:

@@ -1,135 +1,151 @@
-"""What we add to a checkpoint, and which checkpoints are complete: a killed run may leave the newest half-written."""
+"""ResumableTrainer: a run that can be cut off anywhere, and goes on as if nothing had happened.
+
+Everything that overrides private methods of transformers' Trainer for the sake of what lies on disk is in this file.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import Trainer
 
-from .drift_config import DriftConfig
-from .ema import WeightEMA
+from .drift_config import recorded_settings
+from .ema import EMACallback, WeightEMA
+from .manifest import MANIFEST, changed_settings, last_complete_checkpoint, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "drift_state.json"  # written after every other file of ours, and before trainer_state.json
-QUEUES, EMA = "drift_queues.safetensors", "drift_ema.safetensors"
-# Settings whose silent change would make a resumed run another run.
-RECORDED = (
-    "seed objective base_loss_weight drift_scale mirror_step_size mirror_eta encoder_input drift_kernel temperatures "
-    "attraction repulsion queue_size gather_features feature_layers feature_pooling feature_tokens encoder_timestep "
-    "ema_decay gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay "
-    "max_grad_norm optim"
-).split()
+EMA = "drift_ema"
 
 
-def recorded_settings(args: DriftConfig, num_processes: int) -> dict:
-    """The settings that a resumed run should share with its checkpoint."""
-    # Rows are shared out among processes without changing the run: what counts is how many a micro-batch has.
-    return {name: getattr(args, name) for name in RECORDED} | {
-        "global_micro_batch": args.train_batch_size * num_processes
-    }
+class ResumableTrainer(Trainer):
+    """A `Trainer` whose checkpoints hold all that a run needs, and say when they are complete.
 
+    A subclass says what else there is to remember (`extra_state`) and what a reader should know (`write_card`).
 
-def changed_settings(old: dict, new: dict) -> dict:
-    """Name -> (old, new) of the settings that differ."""
-    return {name: (old.get(name), value) for name, value in new.items() if old.get(name) != value}
-
-
-def warn_of_changes(folder: Path, settings: dict) -> None:
-    """Warn if the checkpoint in `folder` has other `settings`.
+    Attributes:
+        ema: the averages of the weights, with which models are evaluated and saved; None without `ema_decay`.
 
     Raises:
-        ValueError: as `read_manifest`.
+        ValueError: ema_decay together with FSDP or DeepSpeed.
     """
-    changed = changed_settings(read_manifest(folder)["settings"], settings)
-    if changed:
-        logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
+
+    def __init__(self, *, args, **kwargs):
+        super().__init__(args=args, **kwargs)
+        # Only now is it known whether the weights will be split.
+        self.ema = None
+        if args.ema_decay is not None:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
+            self.ema = WeightEMA(self.model, args.ema_decay)
+            self.add_callback(EMACallback(self.ema))
+
+    # What a subclass adds
+
+    def extra_state(self) -> dict[str, dict[str, Tensor]]:
+        """File stem -> tensors that a checkpoint holds besides the Trainer's own. The same on every process."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Restore `extra_state()`. A file that the checkpoint lacks is an empty dictionary here."""
+
+    def write_card(self, folder: str | os.PathLike) -> None:
+        """Write README.md into a folder with saved weights. Called on the process that saves."""
+
+    # Resume
+
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, **kwargs):
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+
+        Raises:
+            ValueError: no complete checkpoint, or the one that is named is incomplete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            changed = changed_settings(read_manifest(Path(resume_from_checkpoint))["settings"], self._settings())
+            if changed:
+                logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
+            resume_from_checkpoint = str(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+
+    def _settings(self) -> dict:
+        return recorded_settings(self.args, self.accelerator.num_processes)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        # Of all loading it alone happens on every backend, once the weights are in place.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_extra_state({name: _read(checkpoint, name) for name in self.extra_state()})
+            self._load_ema(checkpoint)
+
+    def _load_ema(self, checkpoint: str | os.PathLike) -> None:
+        """The averages; of a checkpoint written without them, they begin at its weights."""
+        if self.ema is not None:
+            state = _read(checkpoint, EMA)
+            self.ema.load_state_dict(state) if state else self.ema.reset(self.model)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._load_ema(self.state.best_model_checkpoint)
+
+    # Save
+
+    def averaged(self) -> AbstractContextManager:
+        """Inside, the model has the averaged weights, if there are any."""
+        return nullcontext() if self.ema is None else self.ema.applied(self.model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`; unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any."""
+        if _internal_call and output_dir is not None:  # a checkpoint begins: what lies there already no longer counts
+            if self.args.should_save:
+                Path(output_dir, MANIFEST).unlink(missing_ok=True)
+            super().save_model(output_dir, _internal_call)
+        else:
+            with self.averaged():
+                super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir=None, state_dict=None):
+        sharded = type(self.model)
+        # FSDP2 puts a class of torch's in front of the model's own; its code must not travel with the weights.
+        self.model.__class__ = next(c for c in sharded.__mro__ if not issubclass(c, FSDPModule))
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model.__class__ = sharded
+        if self.args.should_save:
+            self.write_card(output_dir or self.args.output_dir)
+
+    def _save_rng_state(self, output_dir):
+        # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            averages = {} if self.ema is None else {EMA: self.ema.state_dict()}
+            for name, tensors in (self.extra_state() | averages).items():
+                save_file({key: x.contiguous() for key, x in tensors.items()}, _file(output_dir, name))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(Path(output_dir), {"global_step": self.state.global_step, "settings": self._settings()})
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # The Trainer copies the files whose names it knows; code and card are not among them.
+        if self.is_world_process_zero():
+            for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
+                shutil.copy(path, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
 
-def save_state(folder: Path, objective: dict[str, Tensor], ema: WeightEMA | None) -> None:
-    """Write what the objective remembers (its two queues) and the averaged weights, if any."""
-    if objective:
-        save_file({name: x.contiguous() for name, x in objective.items()}, folder / QUEUES)
-    if ema is not None:
-        save_file(ema.state_dict(), folder / EMA)
+def _file(folder: str | os.PathLike, name: str) -> Path:
+    return Path(folder, f"{name}.safetensors")
 
 
-def load_objective(folder: Path) -> dict[str, Tensor]:
-    """What the objective remembered; nothing if the checkpoint was written without an objective."""
-    path = folder / QUEUES
+def _read(folder: str | os.PathLike, name: str) -> dict[str, Tensor]:
+    path = _file(folder, name)
     return load_file(path) if path.is_file() else {}
-
-
-def load_ema(folder: Path, ema: WeightEMA, model: nn.Module) -> None:
-    """Restore the averaged weights; of a checkpoint written without them, begin at the weights of `model`."""
-    path = folder / EMA
-    if path.is_file():
-        ema.load_state_dict(load_file(path))
-    else:
-        ema.reset(model)
-
-
-def write_manifest(folder: Path, record: dict) -> None:
-    """Write `record` and the sizes of the files now in `folder`, in one step that cannot be seen half-done."""
-    temporary = folder / f".{MANIFEST}.tmp"
-    # Left over from an earlier save into the same folder, and about to be written anew.
-    for stale in (MANIFEST, temporary.name, TRAINER_STATE):
-        (folder / stale).unlink(missing_ok=True)
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    record = record | {"files": dict(sorted(files.items()))}
-    temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
-
-
-def read_manifest(folder: Path) -> dict:
-    """The manifest of a complete checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is incomplete or not from `DriftTrainer`; the message says what is wrong.
-    """
-    for name in (MANIFEST, TRAINER_STATE):
-        try:
-            record = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{folder} is not a complete DriftTrainer checkpoint: {name} is missing or damaged ({error}). Resume "
-                "from an older checkpoint, or use from_pretrained to start a new run from its weights."
-            ) from error
-        if name == MANIFEST:
-            manifest = record
-    for name, size in manifest["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
-            raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {found}.")
-    return manifest
-
-
-def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
-    """The newest complete checkpoint in a run's output directory; incomplete newer ones are skipped with a warning.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [
-        path
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir() and path.name.rpartition("-")[2].isdigit()
-    ]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        try:
-            read_manifest(path)
-        except ValueError as error:
-            logger.warning("Skipping %s", error)
-            continue
-        return path
-    raise ValueError(
-        f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(found)}). To begin anew, "
-        "remove the incomplete ones, or name another output directory."
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
@@ -12,6 +13,24 @@ from ..objective.objectives import OBJECTIVES
 ENCODER_INPUTS = ("soft", "hard_st")
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
+# The fields of TrainingArguments that decide, beside our own, which weights a batch of rows makes of which.
+OPTIMISATION = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "seed",
+)
 
 
 def _choice(name: str, value, allowed) -> None:
@@ -184,3 +203,22 @@ class DriftConfig(TrainingArguments):
                 raise ValueError(f"{name} needs samples: give gen_ppl_num_steps, such as [4, 16].")
         if self.gen_ppl_num_steps and self.eval_strategy != "no":
             self.eval_on_start = True  # the start is what entropy is compared with
+
+
+def own_fields() -> list[str]:
+    """The names of the settings of the method: the fields that `TrainingArguments` lacks, without those of samples."""
+    theirs = {f.name for f in fields(TrainingArguments)}
+    names = [f.name for f in fields(DriftConfig) if f.name not in theirs]
+    return [name for name in names if not name.startswith("gen_ppl_")]
+
+
+def hyperparameters(args: DriftConfig) -> dict:
+    """Name -> value of everything that decides what a step does to the weights."""
+    return {name: getattr(args, name) for name in (*own_fields(), *OPTIMISATION)}
+
+
+def recorded_settings(args: DriftConfig, num_processes: int) -> dict:
+    """The settings that a resumed run should share with its checkpoint, as JSON gives them back."""
+    # Rows are shared out among processes without changing the run: what counts is how many a micro-batch has.
+    settings = hyperparameters(args) | {"global_micro_batch": args.train_batch_size * num_processes}
+    return json.loads(json.dumps(settings))

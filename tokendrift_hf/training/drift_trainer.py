@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, Trainer, set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import has_length
 
@@ -24,28 +21,18 @@ from ..objective.encoder import FrozenEncoder
 from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
 from ..objective.objectives import OBJECTIVES, make_objective
 from ..publishing.cards import Card
-from .checkpoint import (
-    MANIFEST,
-    last_complete_checkpoint,
-    load_ema,
-    load_objective,
-    recorded_settings,
-    save_state,
-    warn_of_changes,
-    write_manifest,
-)
+from .checkpoint import ResumableTrainer
 from .diagnostics import Diagnostics
-from .drift_config import DriftConfig
-from .ema import UpdateEMA, WeightEMA
+from .drift_config import DriftConfig, hyperparameters
 from .gather import AllProcesses, own_rows, row_counts, sum_over_processes
-from .monitor import Dynamics, SampleMonitor, entropy_ratio
+from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
 
 
-class DriftTrainer(Trainer):
+class DriftTrainer(ResumableTrainer):
     """Refine a discrete diffusion language model with the drift objective (or continue its training).
 
     The training set holds clean `input_ids`, and optionally `attention_mask` (0 = padding) and `prompt_mask` (1 =
@@ -79,68 +66,50 @@ class DriftTrainer(Trainer):
         peft_config=None,
         **kwargs,
     ):
-        if not isinstance(args, DriftConfig):
-            raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
-        if is_deepspeed_zero3_enabled():
-            raise ValueError(
-                "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a "
-                "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
-            )
-        has_adapters = hasattr(model, "peft_config")
+        _refuse(model, args, peft_config)
         base = base_of(model)
-        if not hasattr(base, "process"):
-            raise ValueError(
-                f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "
-                "DUOForMaskedLM, which also read the released checkpoints."
-            )
-        if peft_config is not None and has_adapters:
-            raise ValueError(
-                "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
-                "first (merge_and_unload), or leave peft_config out to go on training them."
-            )
         self.process = base.process
-        self.encoder = None
-        drifts = args.objective in OBJECTIVES and OBJECTIVES[args.objective].needs_encoder
-        settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
-        if drifts and encoder is None:
-            self.encoder = FrozenEncoder.copy_of(model, **settings)
+        # Before adapters are added: by default the encoder is a copy of the model as it is now, without them.
+        self.encoder = _frozen_copy(model, args) if encoder is None else None
         if peft_config is not None:
             set_seed(args.seed)  # adapters start at random, and before the Trainer sets it
             model = add_adapters(model, peft_config)
-        if drifts and encoder is not None:
-            if isinstance(encoder, (str, os.PathLike)) and encoder != "base":
-                encoder = load_encoder(encoder)
-            self.encoder = FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
-        if drifts:
+        # After: "base" is the model with its adapters off, and an encoder must not be the model that is trained.
+        if encoder is not None:
+            self.encoder = _frozen_encoder(encoder, model, args)
+        if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
-        kwargs.setdefault(
-            "data_collator",
-            CleanCollator(self.process.vocab_size, base.config.max_position_embeddings, self.process.mask_id),
-        )
+        length, mask_id = base.config.max_position_embeddings, self.process.mask_id
+        kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, length, mask_id))
         super().__init__(model=model, args=args, **kwargs)
+        # After the Trainer has read the launch: only now the device and FSDP are known.
         if self.is_fsdp_enabled and encoder == "base":
             raise ValueError("encoder='base' does not work with FSDP, which splits its weights: leave encoder out.")
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
         if self.encoder is not None:
             self.encoder.to(self.args.device)
         self.train_objective = make_objective(args, self.encoder)
-        self.ema = None
-        if args.ema_decay is not None:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError("ema_decay does not work with FSDP or DeepSpeed, which split or replace the weights.")
-            self.ema = WeightEMA(self.model, args.ema_decay)
-            self.add_callback(UpdateEMA(self.ema))
-        self.monitor = None
-        if args.gen_ppl_num_steps:
-            self.monitor = SampleMonitor(args, self.processing_class)
-            self.add_callback(Dynamics(args.gen_ppl_min_entropy_ratio))
-        _warn_of_half_precision(self.model)
-        self.card = Card.of_run(self.model, args, has_tokenizer=self.processing_class is not None)
-        if args.push_to_hub:
-            hide_local_base(self.model)
+        self.monitor = self._make_monitor()
+        self.card = self._make_card()
         self.diagnostics = Diagnostics()
+        _warn_of_half_precision(self.model)
         self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
         self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
+
+    def _make_monitor(self) -> SampleMonitor | None:
+        """The samples at every evaluation and what watches them, if the run asks for any."""
+        if not self.args.gen_ppl_num_steps:
+            return None
+        self.add_callback(DynamicsCallback(self.args.gen_ppl_min_entropy_ratio))
+        return SampleMonitor(self.args, self.processing_class)
+
+    def _make_card(self) -> Card:
+        names = ("max_steps", "num_train_epochs", "per_device_train_batch_size")
+        settings = hyperparameters(self.args) | {name: getattr(self.args, name) for name in names}
+        card = Card.of_run(self.model, self.args, settings, has_tokenizer=self.processing_class is not None)
+        if self.args.push_to_hub:  # now that the card knows where the adapters' base lies
+            hide_local_base(self.model)
+        return card
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
@@ -205,9 +174,6 @@ class DriftTrainer(Trainer):
 
     # Evaluation
 
-    def _averaged(self):
-        return nullcontext() if self.ema is None else self.ema.applied(self.model)
-
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         """As in `Trainer`, on the averaged weights if there are any; the training trajectory stays as it was.
 
@@ -216,7 +182,7 @@ class DriftTrainer(Trainer):
         self._eval_batches, self._eval_sums = 0, torch.zeros(2, dtype=torch.float64)
         self._eval_rows = len(dataloader.dataset) if has_length(dataloader.dataset) else float("inf")
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with self._averaged(), torch.random.fork_rng(devices):
+        with self.averaged(), torch.random.fork_rng(devices):
             output = super().evaluation_loop(
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
             )
@@ -255,74 +221,16 @@ class DriftTrainer(Trainer):
             return False
         return super()._determine_best_metric(metrics, trial)
 
-    # Checkpoints
+    # What is saved
 
-    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, **kwargs):
-        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+    def extra_state(self):
+        return {} if self.train_objective is None else {"drift_queues": self.train_objective.state_dict()}
 
-        Raises:
-            ValueError: no complete checkpoint, or the one that is named is incomplete.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
-        if resume_from_checkpoint:
-            warn_of_changes(Path(resume_from_checkpoint), self._settings())
-            resume_from_checkpoint = str(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+    def load_extra_state(self, state):
+        if self.train_objective is not None:
+            self.train_objective.load_state_dict(state["drift_queues"])
 
-    def _settings(self) -> dict:
-        return recorded_settings(self.args, self.accelerator.num_processes)
-
-    def _save_rng_state(self, output_dir):
-        # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
-        super()._save_rng_state(output_dir)
-        if self.args.should_save:
-            objective = {} if self.train_objective is None else self.train_objective.state_dict()
-            save_state(Path(output_dir), objective, self.ema)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            record = {"global_step": self.state.global_step, "settings": self._settings()}
-            write_manifest(Path(output_dir), record)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            if self.train_objective is not None:
-                self.train_objective.load_state_dict(load_objective(Path(checkpoint)))
-            self._load_ema(checkpoint)
-
-    def _load_ema(self, checkpoint: str | os.PathLike) -> None:
-        if self.ema is not None:
-            load_ema(Path(checkpoint), self.ema, self.model)
-
-    def _load_best_model(self):
-        super()._load_best_model()
-        self._load_ema(self.state.best_model_checkpoint)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any."""
-        if _internal_call and output_dir is not None:  # a checkpoint begins; what is there already no longer counts
-            if self.args.should_save:
-                Path(output_dir, MANIFEST).unlink(missing_ok=True)
-            super().save_model(output_dir, _internal_call)
-        else:
-            with self._averaged():
-                super().save_model(output_dir, _internal_call)
-
-    # Cards and the hub
-
-    def _save(self, output_dir=None, state_dict=None):
-        sharded = type(self.model)
-        # FSDP2 puts a class of torch's in front of the model's own; its code must not travel with the weights.
-        self.model.__class__ = next(c for c in sharded.__mro__ if not issubclass(c, FSDPModule))
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.model.__class__ = sharded
-        if self.args.should_save:
-            self._write_card(output_dir or self.args.output_dir)
-
-    def _write_card(self, folder: str | os.PathLike) -> None:
+    def write_card(self, folder):
         self.card.repo = self.hub_model_id or self.args.hub_model_id
         self.card.settings["trained_steps"] = self.state.global_step
         self.card.save(Path(folder))
@@ -330,19 +238,53 @@ class DriftTrainer(Trainer):
     def create_model_card(self, *args, **kwargs) -> None:
         """Write `card`, the facts of this run, instead of the Trainer's draft, whose arguments have no effect."""
         if self.is_world_process_zero():
-            self._write_card(self.args.output_dir)
+            self.write_card(self.args.output_dir)
 
     def push_to_hub(self, *args, **kwargs):
         """As in `Trainer`, with the card of this run; adapters never name a directory of this machine as their base."""
         hide_local_base(self.model)
         return super().push_to_hub(*args, **kwargs)
 
-    def _push_from_checkpoint(self, checkpoint_folder):
-        # The Trainer copies the files whose names it knows; code and card are not among them.
-        if self.is_world_process_zero():
-            for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
-                shutil.copy(path, self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
+
+def _refuse(model, args, peft_config) -> None:
+    if not isinstance(args, DriftConfig):
+        raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a "
+            "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
+        )
+    base = base_of(model)
+    if not hasattr(base, "process"):
+        raise ValueError(
+            f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "
+            "DUOForMaskedLM, which also read the released checkpoints."
+        )
+    if peft_config is not None and hasattr(model, "peft_config"):
+        raise ValueError(
+            "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
+            "first (merge_and_unload), or leave peft_config out to go on training them."
+        )
+
+
+def _frozen_copy(model, args: DriftConfig) -> FrozenEncoder | None:
+    if not _needs_encoder(args):
+        return None
+    return FrozenEncoder.copy_of(model, layers=args.feature_layers, timestep=args.encoder_timestep)
+
+
+def _frozen_encoder(encoder, model, args: DriftConfig) -> FrozenEncoder | None:
+    """What the user gave as the encoder of `model`: "base", a path, a model or an encoder."""
+    if not _needs_encoder(args):
+        return None
+    if isinstance(encoder, (str, os.PathLike)) and encoder != "base":
+        encoder = load_encoder(encoder)
+    settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
+    return FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
+
+
+def _needs_encoder(args: DriftConfig) -> bool:
+    return args.objective in OBJECTIVES and OBJECTIVES[args.objective].needs_encoder
 
 
 def _warn_of_half_precision(model) -> None:

@@ -69,7 +69,7 @@ class WeightEMA:
             shadow.copy_(state[f"shadow.{name}"])
 
 
-class UpdateEMA(TrainerCallback):
+class EMACallback(TrainerCallback):
     """Lets `ema` take in the weights after every optimizer step."""
 
     def __init__(self, ema: WeightEMA):

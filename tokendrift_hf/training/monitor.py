@@ -64,7 +64,7 @@ class SampleMonitor:
         return torch.cat(batches)
 
 
-class Dynamics(TrainerCallback):
+class DynamicsCallback(TrainerCallback):
     """After every evaluation, write dynamics.json and dynamics.png, and stop the run if entropy has collapsed.
 
     Args:
@@ -76,7 +76,7 @@ class Dynamics(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            points = dynamics(state.log_history)
+            points = sampled_points(state.log_history)
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{DYNAMICS}.json").write_text(json.dumps(points, indent=2), encoding="utf-8")
@@ -99,7 +99,7 @@ def mean_entropy(ids: Tensor) -> float:
     return float(torch.stack([torch.special.entr(p).sum() for p in shares]).mean())
 
 
-def dynamics(log_history: list[dict]) -> list[dict]:
+def sampled_points(log_history: list[dict]) -> list[dict]:
     """The evaluations with samples in a Trainer's log: step, and what was measured under the names of the log."""
     points = [{k: v for k, v in entry.items() if k == "step" or _SAMPLED.search(k)} for entry in log_history]
     return [point for point in points if len(point) > 1]
@@ -108,7 +108,7 @@ def dynamics(log_history: list[dict]) -> list[dict]:
 def entropy_ratio(log_history: list[dict]) -> float:
     """The newest entropy over the first one, the smallest over the numbers of steps; 1 if nothing was measured."""
     series: dict[str, list[float]] = {}
-    for point in dynamics(log_history):
+    for point in sampled_points(log_history):
         for name, value in point.items():
             if _ENTROPY.search(name):
                 series.setdefault(name, []).append(value)
