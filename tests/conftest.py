@@ -143,3 +143,13 @@ def text_files(text_model, text_judge, tmp_path_factory) -> Path:
     documents = [json.dumps({"text": textwrap.dedent(f.__doc__)}) for f in (json.dumps, json.loads, textwrap.wrap)] * 3
     (folder / "corpus.jsonl").write_text("\n".join(documents))
     return folder
+
+
+@pytest.fixture
+def harness(tmp_path, text_model, text_judge):
+    """A harness of the tiny text model: four samples a cell, drawn three at a time."""
+    from tokendrift_hf.evaluation.grid import Harness
+    from tokendrift_hf.evaluation.sampling import Sampling
+
+    sampling = Sampling(num_samples=4, batch_size=3)
+    return Harness({"base": text_model[0]}, text_model[1], text_judge, tmp_path / "cells", sampling)

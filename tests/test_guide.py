@@ -11,6 +11,7 @@ import yaml
 
 from tokendrift_hf.cli import main
 from tokendrift_hf.cli.recipe import Recipe, read_recipe
+from tokendrift_hf.evaluation.sampling import Sampling
 from tokendrift_hf.training.drift_config import DriftConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -20,7 +21,11 @@ SMALL = (
     "--max_steps 2 --per_device_train_batch_size 2 --num_steps 2 --num_seeds 1 --num_samples 2 --use_cpu true "
     "--bf16 false --disable_tqdm true --train_split train --validation_split train --reference_split train"
 )
-MORE = {"train": SMALL, "evaluate": "--num-samples 2 --batch-size 4 --seeds 1 --text-split train", "generate": ""}
+MORE = {
+    "train": SMALL,
+    "evaluate": "--num-samples 2 --sampling-batch-size 4 --num-seeds 1 --text-split train",
+    "generate": "",
+}
 
 
 def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
@@ -69,7 +74,7 @@ def test_blocks_that_are_not_run_name_what_is_there():
 def test_every_recipe_and_field_of_the_guide_exists():
     listed = set(re.findall(r"`(\w+\.yaml)`", GUIDE.split("## 1.")[0]))
     assert listed == {path.name for path in RECIPES.glob("*.yaml")}
-    known = {f.name for cls in (Recipe, DriftConfig) for f in fields(cls)}
+    known = {f.metadata.get("option", f.name) for cls in (Recipe, Sampling, DriftConfig) for f in fields(cls)}
     flags = {name for name in re.findall(r"--([a-z]+_\w+)", GUIDE)} - {"main_process_ip", "main_process_port"}
     launcher = {"config_file", "num_processes", "num_machines", "machine_rank"}
     assert flags - launcher <= known, flags - launcher - known

@@ -60,7 +60,9 @@ def test_train_writes_models_table_plot_and_results(recipe, tmp_path, capsys):
     results = json.loads((out / "results.json").read_text())
     labels = {(row["model"], row["num_steps"]) for row in results["rows"]}
     assert labels == {
-        (name, steps) for name in ("base", "continuation", "TokenDrift", "base at equal entropy") for steps in (1, 2)
+        (name, steps)
+        for name in ("base", "continuation", "TokenDrift", "base at equal entropy (TokenDrift)")
+        for steps in (1, 2)
     }
     assert all(row["num_seeds"] == 2 and row["gen_ppl"] > 1 for row in results["rows"])
     assert results["real_text"]["gen_ppl"] > 1
@@ -165,26 +167,26 @@ def test_generate_takes_the_settings_of_the_model(text_files, tmp_path, capsys):
 def evaluate_call(text_files, *more: str) -> list[str]:
     """Two steps and two seeds of one model under two names, against real text."""
     base, judge = str(text_files / "base"), str(text_files / "judge")
-    call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "4", "--seeds", "2"]
+    call = ["evaluate", f"a={base}", f"b={base}", "--judge", judge, "--num-steps", "2", "4", "--num-seeds", "2"]
     call += ["--text", str(text_files / "corpus.jsonl"), "--text-split", "train", "--num-samples", "8"]
     return [*call, *more]
 
 
 def test_evaluate_compares_models(text_files, tmp_path, capsys):
     """Every option at once: two temperatures, MAUVE, the matched line, two draws for the NELBO."""
-    more = ["--temperatures", "0.2", "1", "--mauve", "--match", "a", "b", "--n-mc", "2"]
+    more = ["--sampling-temperatures", "0.2", "1", "--mauve", "--match_entropy", "b", "--n-mc", "2"]
     assert main(evaluate_call(text_files, *more, "--output-dir", str(tmp_path))) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     rows = [row for row in results["rows"] if row["num_steps"] == 4]
     labels = [("a", 0.2), ("a", 1), ("b", 0.2), ("b", 1)]
     assert [(row["model"], row["temperature"]) for row in rows[:4]] == labels
-    assert [row["model"] for row in rows[4:]] == ["a at equal entropy"]
+    assert [row["model"] for row in rows[4:]] == ["a at equal entropy (b)"]
     assert rows[1]["gen_ppl"] == rows[3]["gen_ppl"], "the same model under two names is the same model"
     assert all(0 <= row["mauve"] <= 1 and row["num_seeds"] == 2 for row in rows)
     assert results["nelbo"]["a"] == results["nelbo"]["b"] and results["nelbo"]["a"]["nelbo_ppl"] > 1
     table = (tmp_path / "table.md").read_text()
     assert table in capsys.readouterr().out
-    for found in ("| real text |", "| a (T = 0.2) |", "text's entropy |", "MAUVE", "(standard error)"):
+    for found in ("| real text |", "| a (T = 0.2) |", "at the entropy of real text |", "MAUVE", "(standard error)"):
         assert found in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -226,7 +228,7 @@ def test_two_processes_evaluate_like_one(text_files, tmp_path):
 def test_evaluate_never_writes_over_other_results(text_files, tmp_path, capsys):
     """Neither a training's nor those of other models; its own it extends."""
     base, judge = str(text_files / "base"), str(text_files / "judge")
-    call = ["evaluate", f"a={base}", "--judge", judge, "--num-samples", "2", "--seeds", "1", "--num-steps"]
+    call = ["evaluate", f"a={base}", "--judge", judge, "--num-samples", "2", "--num-seeds", "1", "--num-steps"]
     out = ["--output-dir", str(tmp_path / "out")]
     assert main([*call, "1", *out]) == 0 and main([*call, "1", "2", *out]) == 0
     results = (tmp_path / "out" / "results.json").read_bytes()
@@ -254,10 +256,10 @@ def test_a_wrong_flag_shows_the_usage_of_its_command(capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--seeds", "0"], "--seeds 0: it must be at least 1"),
-        (["--temperatures", "-1"], "temperature=-1.0: it must be >= 0"),
-        (["--match", "a", "c"], r"--match a c: two of \['a', 'b'\]"),
-        (["--match", "a", "b", "--temperatures", "0.9"], "sampled at temperature 1 as well"),
+        (["--num-seeds", "0"], "num_seeds=0: it must be a whole number of at least 1"),
+        (["--sampling-temperatures", "-1"], r"sampling_temperatures=\[-1.0\]: give one or more finite numbers"),
+        (["--match-entropy", "c"], r"match_entropy=\['c'\]: 'c' is none of \['b'\]"),
+        (["--match-entropy", "b", "--sampling-temperatures", "0.9"], "Add 1 to them"),
         (["--judge", "nowhere"], "The judge 'nowhere' cannot be loaded"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from tokendrift_hf.cli.recipe import Recipe, read_recipe
 from tokendrift_hf.cli.train import field_flags
+from tokendrift_hf.evaluation.sampling import Sampling, option
 from tokendrift_hf.training.drift_config import DriftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def _write(tmp_path, text):
         ("model: x\nsampling_temperatures: []", "sampling_temperatures=.*one or more"),
         ("model: x\njudge: x\nsampling_temperatures: [0, 0.9]", "Add 1 to them, or set match_entropy: false"),
         ("model: x\nrevision: 1234567", "revision must be str | null, but it is 1234567"),
-        ("model: x\nnum_samples: 0", "num_samples=0: it must be at least 1"),
+        ("model: x\nnum_samples: 0", "num_samples=0: it must be a whole number of at least 1"),
         ("model: x\nblock_size: 1", "block_size=1"),
         ("max_steps: 3", "the field model is missing"),
         ("- a\n- b", "must hold fields"),
@@ -77,15 +78,15 @@ def test_flags_override_the_file(tmp_path):
     path = _write(tmp_path, "model: x\nmax_steps: 3\nnum_steps: [4]")
     recipe, arguments = read_recipe(path, field_flags(["--max_steps", "5", "--num-steps", "8", "16", "--bf16=true"]))
     assert arguments == {"max_steps": 5, "bf16": True}
-    assert recipe.num_steps == [8, 16]
+    assert recipe.sampling.num_steps == [8, 16]
     recipe, arguments = read_recipe(path, field_flags(["--num-steps", "8", "--save_strategy", "no"]))
-    assert recipe.num_steps == [8] and arguments["save_strategy"] == "no"
+    assert recipe.sampling.num_steps == [8] and arguments["save_strategy"] == "no"
 
 
 def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path):
     path = _write(tmp_path, "model: x\nrevision: '12e4567'\nsampling_temperatures: [0, 1]")
     recipe, _ = read_recipe(path, {})
-    assert recipe.revision == "12e4567" and recipe.sampling_temperatures == [0, 1]
+    assert recipe.revision == "12e4567" and recipe.sampling.temperatures == [0, 1]
     recipe, arguments = read_recipe(path, field_flags(["--revision", "1234567", "--run_name", "2026-11-28"]))
     assert recipe.revision == "1234567" and arguments["run_name"] == "2026-11-28"
     assert read_recipe(path, field_flags(["--revision", "null"]))[0].revision is None
@@ -114,7 +115,8 @@ def test_help_lists_every_field_without_a_heavy_import():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     listed = dict(re.findall(r"^  (\w+): .*\n {6}(.+)", run.stdout, flags=re.MULTILINE))
-    assert set(listed) == {f.name for f in fields(Recipe)} | DriftConfig.__annotations__.keys()
-    for f in fields(Recipe):
-        assert f.metadata["help"].startswith(listed[f.name]), f.name
+    own = {f.name: f for f in fields(Recipe) if f.name != "sampling"} | {option(f): f for f in fields(Sampling)}
+    assert set(listed) == own.keys() | DriftConfig.__annotations__.keys()
+    for name, f in own.items():
+        assert f.metadata["help"].startswith(listed[name]), name
     assert "num_steps: list[int] = [4, 8, 16]" in run.stdout and "ema_decay: float | null = null" in run.stdout

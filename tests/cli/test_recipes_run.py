@@ -77,7 +77,7 @@ def test_settings_are_the_papers(name):
     assert (recipe.dataset, recipe.block_size, recipe.global_batch_size) == ("openwebtext", 1024, 512)
     assert (config.per_device_train_batch_size, config.max_steps, config.optim) == (2, 13000, "adamw_torch")
     assert config.learning_rate == (3e-5 if name.startswith("mdlm") else 5e-5)
-    assert (recipe.judge, recipe.num_steps, recipe.num_seeds) == ("gpt2-large", [4, 8, 16], 3)
+    assert (recipe.judge, recipe.sampling.num_steps, recipe.sampling.num_seeds) == ("gpt2-large", [4, 8, 16], 3)
     assert (config.objective, config.base_loss_weight, config.encoder_input) == ("feature", 0.0, "soft")
     assert (config.drift_kernel, config.drift_scale, config.temperatures) == ("paper", 1.0, [0.02, 0.05, 0.2])
     assert (config.queue_size, config.feature_layers, config.feature_pooling) == (1024, [-2, -1], "mean")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import configparser
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from toys import record
 
-from tokendrift_hf.evaluation.comparison import summarise
-from tokendrift_hf.evaluation.report import markdown_table, plot, write_report
+from tokendrift_hf.evaluation.comparison import AtEntropy, Comparison, summarise
+from tokendrift_hf.evaluation.report import entropy_table, markdown_table, plot, write_report
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"gen_ppl": 7.25, "entropy": 3.5}
@@ -29,10 +30,9 @@ def test_the_table_shows_every_row_in_equally_many_cells():
 
 
 def test_a_temperature_that_does_not_reach_the_entropy_is_said():
-    rows = summarise([record("a", 0, 2.0, 1.0, temperature=0.7)])
-    rows = [row | {"matched": True, "beyond": beyond} for row, beyond in zip(rows, [True], strict=True)]
-    assert "(T = 0.7, the nearest tried)" in markdown_table(rows)
-    assert "(T = 0.7)" in markdown_table([row | {"beyond": False} for row in rows])
+    (row,) = summarise([record("a", 0, 2.0, 1.0, temperature=0.7)])
+    assert "(T = 0.7, the nearest tried)" in markdown_table([replace(row, matched_to="b", beyond=True)])
+    assert "(T = 0.7)" in markdown_table([replace(row, matched_to="b")])
 
 
 def test_a_degenerate_row_and_a_missing_cell_are_visible():
@@ -42,18 +42,26 @@ def test_a_degenerate_row_and_a_missing_cell_are_visible():
     assert lines[3] == "| b |  |  | 3.0 | 1.000 |"
 
 
-def test_columns_for_mauve_and_for_equal_entropy_and_the_matched_row():
+def test_a_column_for_mauve_and_the_matched_row():
     rows = summarise([record("a", 0, 100.0, 4.0, mauve=0.5), record("a", 1, 100.0, 4.0, mauve=0.7)])
     rows += summarise([record("a", 0, 9.0, 3.0, temperature=0.8)])
-    rows[0]["at_text_entropy"] = 31.62
-    rows += [dict(rows[1], model="a at equal entropy", matched=True), dict(rows[0], model="b", at_text_entropy=None)]
+    rows += [replace(rows[1], model="a at equal entropy (b)", matched_to="b")]
     lines = markdown_table(rows, TEXT).splitlines()
-    assert lines[0] == "| model | NFE 4: Gen.-PPL | entropy | MAUVE | Gen.-PPL at text's entropy |"
-    assert lines[2] == "| a | 100.0 ± 0.0 | 4.000 ± 0.000 | 0.600 ± 0.141 | 31.6 |"
-    assert lines[3] == "| a (T = 0.8) | 9.0 | 3.000 |  |  |"
-    assert lines[4] == "| a at equal entropy | 9.0 (T = 0.8) | 3.000 |  |  |"
-    assert lines[5].endswith("| 0.600 ± 0.141 | - |"), "beyond the model's temperatures"
-    assert lines[6] == "| real text | 7.2 | 3.500 |  | 7.2 |"
+    assert lines[0] == "| model | NFE 4: Gen.-PPL | entropy | MAUVE |"
+    assert lines[2] == "| a | 100.0 ± 0.0 | 4.000 ± 0.000 | 0.600 ± 0.141 |"
+    assert lines[3] == "| a (T = 0.8) | 9.0 | 3.000 |  |"
+    assert lines[4] == "| a at equal entropy (b) | 9.0 (T = 0.8) | 3.000 |  |"
+    assert lines[5] == "| real text | 7.2 | 3.500 |  |"
+
+
+def test_the_models_at_the_entropy_of_text_have_a_table_of_their_own(tmp_path):
+    values = [AtEntropy("a|b", 4, 3.5, 0.85, 31.62, 0.5), AtEntropy("a|b", 8, 3.5), AtEntropy("c", 8, 3.5, 0.9, 20.0)]
+    table = entropy_table(values)
+    header, _, first, second = table.splitlines()
+    assert header.startswith("| model, at the entropy of real text | NFE 4: Gen.-PPL (standard error) | NFE 8")
+    assert first == r"| a\|b | 31.6 ± 0.5 (T = 0.85) | - |", "a dash beyond the model's temperatures"
+    assert second == "| c |  | 20.0 (T = 0.90) |", "one seed has no standard error"
+    assert table in write_report(Comparison(two_models(), at_text_entropy=values), tmp_path)
 
 
 def test_a_label_does_not_end_a_cell():
@@ -63,7 +71,7 @@ def test_a_label_does_not_end_a_cell():
 
 def test_nor_does_it_in_the_table_of_perplexities(tmp_path):
     nelbo = {"a|b": {"nelbo_ppl": 2.0, "nelbo_ppl_se": 0.5}}
-    text = write_report({"rows": summarise([record("a|b", 0, 9.0, 3.0)]), "nelbo": nelbo}, tmp_path)
+    text = write_report(Comparison(summarise([record("a|b", 0, 9.0, 3.0)]), nelbo=nelbo), tmp_path)
     assert r"| a\|b | 2.00 ± 0.50 (standard error) |" in text
 
 
@@ -88,7 +96,7 @@ def test_the_frontier_has_every_temperature_and_ends_in_real_text(tmp_path):
 
 def test_the_report_is_the_table_and_the_perplexities(tmp_path):
     nelbo = {"base": {"nelbo_ppl": 22.9, "nelbo_ppl_se": 0.25}}
-    text = write_report({"rows": two_models(), "real_text": TEXT, "nelbo": nelbo}, tmp_path)
+    text = write_report(Comparison(two_models(), real_text=TEXT, nelbo=nelbo), tmp_path)
     assert text == (tmp_path / "table.md").read_text(encoding="utf-8")
     assert text.startswith(markdown_table(two_models(), TEXT))
     assert text.splitlines()[-1] == "| base | 22.90 ± 0.25 (standard error) |"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,16 @@ from conftest import tiny_model
 from huggingface_hub import ModelCard
 from toys import make_trainer
 
+from tokendrift_hf.evaluation.comparison import ResultRow
 from tokendrift_hf.models.loading import load_model
 from tokendrift_hf.models.lora import lora_config
 from tokendrift_hf.publishing.cards import Card
 
 ROWS = [
-    {
-        "model": label, "num_steps": steps, "temperature": 1.0, "num_seeds": 3, "gen_ppl": 100.0 / steps,
-        "gen_ppl_sd": 1.5, "entropy": 5.25, "entropy_sd": 0.02, "degenerate": False, "num_forward_calls": steps,
-    }
+    ResultRow(label, steps, 1.0, 3, 100.0 / steps, 1.5, 5.25, 0.02, None, None, False, steps)
     for label in ("base", "TokenDrift")
     for steps in (4, 16)
-]  # fmt: skip
+]
 TABLE = "| model | NFE 4 | NFE 16 |\n|---|---|---|\n| TokenDrift | 25.0 | 6.2 |\n"
 KINDS = {"full": {}, "lora": {}, "base": {"objective": "none", "base_loss_weight": 1.0}}
 
@@ -109,7 +108,7 @@ def test_card_of_released_assets_names_them_and_their_licences():
 
 def test_figures_that_are_not_finite_are_left_out():
     card = Card(kind="full", model_class="MDLMForMaskedLM")
-    rows = [ROWS[2] | {"gen_ppl": math.inf}, ROWS[3] | {"entropy": math.nan}]
+    rows = [replace(ROWS[2], gen_ppl=math.inf), replace(ROWS[3], entropy=math.nan)]
     card.add_results(rows, "TokenDrift", "gpt2-large", 8, "ancestral")
     results = card.render().data.eval_results
     assert [(result.metric_type, result.metric_args["num_steps"]) for result in results] == [("gen_ppl", 16)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .fields import spellings
+
 HELP = "turn a released or Lightning checkpoint into a model directory"
 
 
@@ -12,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="a .ckpt or .safetensors file, or released directory")
     parser.add_argument("destination", type=Path, metavar="DST", help="a directory that does not exist or is empty")
     parser.add_argument("--model", choices=["mdlm", "duo"], help="if nothing in SRC says which it is")
-    parser.add_argument("--no-ema", action="store_true", help="take the raw weights, not their moving average")
+    parser.add_argument(
+        *spellings("no_ema"), action="store_true", help="take the raw weights, not their moving average"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

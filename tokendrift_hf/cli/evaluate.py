@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
+
+from ..evaluation.sampling import Sampling
+from .fields import add_options, from_options, spellings
 
 HELP = "sample and score models over steps, temperatures and seeds"
 
@@ -12,28 +16,26 @@ HELP = "sample and score models over steps, temperatures and seeds"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="directories or hub ids (LABEL=MODEL names a row)")
     parser.add_argument("--judge", default="gpt2-large", help="model that scores (default gpt2-large)")
-    parser.add_argument("--num-steps", type=int, nargs="+", default=[4, 8, 16], help="default 4 8 16")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[1.0], help="default 1.0; several give the frontier"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many sampling seeds (default 3)")
-    parser.add_argument("--num-samples", type=int, default=256, help="for each cell (default 256)")
-    parser.add_argument("--sampler", default="ancestral", help="sampler of generate() (default ancestral)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the network")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples drawn at a time (default 32)")
+    add_options(parser, Sampling)
     parser.add_argument("--tokenizer", help="if it is not beside the models")
     parser.add_argument(
         "--text",
-        help="real text (documentation, openwebtext, a file, a hub data set): adds its own "
-        "line, Gen.-PPL at its entropy, and the NELBO perplexity of every model",
+        help="real text (documentation, openwebtext, a file, a hub data set): adds its own line, Gen.-PPL at its "
+        "entropy, and the NELBO perplexity of every model",
     )
-    parser.add_argument("--text-split", help="split of --text (default validation, for files train)")
+    parser.add_argument(*spellings("text_split"), help="split of --text (default validation, for files train)")
     parser.add_argument("--mauve", action="store_true", help="MAUVE against --text (needs tokendrift-hf[mauve])")
     parser.add_argument(
-        "--match", nargs=2, metavar=("A", "B"), help="labels: sample A at B's entropy too, by its temperature"
+        *spellings("match_entropy"),
+        nargs="+",
+        default=[],
+        metavar="LABEL",
+        help="sample the first MODEL also at the temperatures that give it the entropy of these models",
     )
-    parser.add_argument("--n-mc", type=int, default=1, help="noise draws a row for the NELBO (default 1)")
-    parser.add_argument("--output-dir", type=Path, default=Path("evaluation"), help="default evaluation; resumable")
+    parser.add_argument(*spellings("n_mc"), type=int, default=1, help="noise draws a row for the NELBO (default 1)")
+    parser.add_argument(
+        *spellings("output_dir"), type=Path, default=Path("evaluation"), help="default evaluation; resumable"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from accelerate import PartialState
 
     from ..data import load_text, pack_documents
-    from ..evaluation.comparison import evaluate_models
+    from ..evaluation.comparison import check_matches, evaluate_models
     from ..evaluation.grid import Harness
     from ..evaluation.report import write_report
     from ..files import write_json
@@ -55,11 +57,10 @@ def run(options: argparse.Namespace) -> int:
         named[label if equals else Path(argument).name] = path if equals else argument
     if len(named) < len(options.models):
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
-    for name in ("seeds", "num_samples", "batch_size", "n_mc"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least 1.")
-    if options.match is not None and (set(options.match) - set(named) or 1 not in options.temperatures):
-        raise ValueError(f"--match {' '.join(options.match)}: two of {list(named)}, sampled at temperature 1 as well.")
+    sampling = from_options(Sampling, options)
+    if options.n_mc < 1:
+        raise ValueError(f"n_mc={options.n_mc}: it must be a whole number of at least 1.")
+    check_matches(options.match_entropy, next(iter(named)), named, sampling.temperatures)
     if options.mauve and options.text is None:
         raise ValueError("--mauve compares samples with real text. Name it with --text.")
     results = {"models": named, "judge": options.judge}
@@ -74,15 +75,13 @@ def run(options: argparse.Namespace) -> int:
         with state.main_process_first():  # the others find the packed rows in the cache
             split = options.text_split or ("train" if Path(options.text).exists() else "validation")
             blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)
-        text = blocks[: options.num_samples]["input_ids"]
+        text = blocks[: sampling.num_samples]["input_ids"]
     judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
-    cells = options.output_dir / "cells"
-    harness = Harness(models, tokenizer, judge, cells, options.batch_size, options.dtype, options.sampler)
-    grid = (options.num_steps, options.temperatures, options.seeds, options.num_samples)
-    results |= evaluate_models(harness, *grid, text=text, num_draws=options.n_mc, match=options.match)
+    harness = Harness(models, tokenizer, judge, options.output_dir / "cells", sampling)
+    comparison = evaluate_models(harness, text, options.n_mc, options.match_entropy)
     if state.is_main_process:
-        print(write_report(results, options.output_dir))
-        write_json(options.output_dir / "results.json", results)
+        print(write_report(comparison, options.output_dir))
+        write_json(options.output_dir / "results.json", results | asdict(comparison))
     return 0
 
 

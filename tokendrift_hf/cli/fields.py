@@ -1,13 +1,15 @@
-"""Fields of dataclasses, as YAML files and flags spell them: values read as their types, and a list for --help."""
+"""Fields of dataclasses as YAML files and flags spell them: values read as their types, flags, a list for --help."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
 import textwrap
 import types
 import typing
+from dataclasses import fields
 from pathlib import Path
 
 # YAML 1.1 reads 1e-4 as text, but everybody means the number.
@@ -58,6 +60,35 @@ def type_name(kind) -> str:
     return getattr(kind, "__name__", str(kind)).replace("NoneType", "null").replace("None", "null")
 
 
+def spellings(name: str) -> list[str]:
+    """The two ways to write a flag: --num-steps and --num_steps."""
+    return list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """A flag for every field of a dataclass. Flags that are not given leave the field to the class's default."""
+    kinds = typing.get_type_hints(cls)
+    for f in fields(cls):
+        kind, several = kinds[f.name], typing.get_origin(kinds[f.name]) is list
+        if not isinstance(kind, type):  # list[int], str | None
+            kind = typing.get_args(kind)[0]
+        default = getattr(cls(), f.name)
+        shown = " ".join(map(str, default)) if several else default
+        parser.add_argument(
+            *spellings(f.metadata.get("option", f.name)),
+            dest=f.name,
+            type=kind,
+            nargs="+" if several else None,
+            default=argparse.SUPPRESS,
+            help=f.metadata["help"] + ("" if default is None else f" Default: {shown}."),
+        )
+
+
+def from_options(cls: type, options: argparse.Namespace):
+    """The dataclass of what `add_options` read."""
+    return cls(**{f.name: getattr(options, f.name) for f in fields(cls) if f.name in options})
+
+
 def documented_fields(path: Path) -> list[str]:
     """Name, type, default and meaning of every field of the dataclasses in a source file, as lines for --help.
 
@@ -65,14 +96,17 @@ def documented_fields(path: Path) -> list[str]:
     """
     lines = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
-            default = ""
-            if "default" in given:
-                default = f" = {json.dumps(ast.literal_eval(given['default']))}"
-            elif isinstance(given.get("default_factory"), ast.Lambda):
-                default = f" = {ast.unparse(given['default_factory'].body)}"
-            lines.append(f"  {node.target.id}: {ast.unparse(node.annotation).replace('None', 'null')}{default}")
-            meaning = ast.literal_eval(given["metadata"])["help"]
-            lines.append(textwrap.fill(meaning, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)):
+            continue
+        given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        if "metadata" not in given:
+            continue
+        metadata, default = ast.literal_eval(given["metadata"]), ""
+        if "default" in given:
+            default = f" = {json.dumps(ast.literal_eval(given['default']))}"
+        elif isinstance(given.get("default_factory"), ast.Lambda):
+            default = f" = {ast.unparse(given['default_factory'].body)}"
+        name, kind = metadata.get("option", node.target.id), ast.unparse(node.annotation).replace("None", "null")
+        lines.append(f"  {name}: {kind}{default}")
+        lines.append(textwrap.fill(metadata["help"], 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines

@@ -6,22 +6,30 @@ import argparse
 import json
 from pathlib import Path
 
+from .fields import spellings
+
 HELP = "sample text from a model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--prompt", help="text to continue")
-    parser.add_argument("--num-samples", type=int, default=1, help="how many (default 1)")
-    parser.add_argument("--num-steps", type=int, help="sampling steps (default: the model's setting, else 16)")
-    parser.add_argument("--max-new-tokens", type=int, help="after the prompt (default: up to the model's length)")
+    parser.add_argument(*spellings("num_samples"), type=int, default=1, help="how many (default 1)")
+    parser.add_argument(
+        *spellings("num_steps"), type=int, help="sampling steps (default: the model's setting, else 16)"
+    )
+    parser.add_argument(
+        *spellings("max_new_tokens"), type=int, help="after the prompt (default: up to the model's length)"
+    )
     parser.add_argument("--stride", type=int, help="write text longer than the model in windows this far apart")
     parser.add_argument("--sampler", help="sampler of generate() (default: the model's, else ancestral)")
     parser.add_argument(
         "--temperature", type=float, help="of the clean-token prediction; 0 is greedy (default: the model's, else 1)"
     )
-    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens that hold this much probability")
+    parser.add_argument(*spellings("top_k"), type=int, help="keep the k likeliest tokens")
+    parser.add_argument(
+        *spellings("top_p"), type=float, help="keep the likeliest tokens that hold this much probability"
+    )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default 0)")
     parser.add_argument("--tokenizer", help="if it is not beside the model")
     parser.add_argument("--watch", action="store_true", help="show the text taking shape in the terminal")

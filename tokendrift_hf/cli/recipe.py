@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ..evaluation.sampling import Sampling, option
 from .fields import is_of, read_as, type_name
 
 
@@ -61,41 +62,27 @@ class Recipe:
     continuation: bool = field(default=False, metadata={"help": "Also train the matched continuation baseline."})
 
     judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
-    num_steps: list[int] = field(default_factory=lambda: [4, 8, 16], metadata={"help": "Sampling steps (NFE)."})
-    sampling_temperatures: list[float] = field(
-        default_factory=lambda: [1.0], metadata={"help": "Sampling temperatures of every model."}
-    )
     match_entropy: bool = field(
         default=True,
         metadata={"help": "Add the base model at the temperature that gives the refined model's entropy."},
     )
-    num_seeds: int = field(default=3, metadata={"help": "Sampling seeds (0, 1, ...)."})
-    num_samples: int = field(default=128, metadata={"help": "Samples for each cell of the table."})
-    sampler: str = field(default="ancestral", metadata={"help": "Sampler of generate()."})
-    sampling_batch_size: int = field(default=64, metadata={"help": "Samples drawn at a time."})
+    sampling: Sampling = field(default_factory=Sampling)  # whose fields a recipe has beside these
 
     def __post_init__(self):
-        for name in ("num_seeds", "num_samples", "sampling_batch_size", "global_batch_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1.")
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size={self.global_batch_size}: it must be at least 1.")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: it is a probability below 1.")
         if self.streaming and (self.prompt_column or self.validation_split or self.reference_split):
             raise ValueError(
                 "streaming: true reads training text only: leave out prompt_column, validation_split, reference_split."
             )
-        if not self.num_steps or min(self.num_steps) < 1:
-            raise ValueError(f"num_steps={self.num_steps}: give one or more whole numbers of at least 1.")
-        if not self.sampling_temperatures or min(self.sampling_temperatures) < 0:
-            raise ValueError(
-                f"sampling_temperatures={self.sampling_temperatures}: give one or more numbers of at least 0 (greedy)."
-            )
-        if self.judge is not None and self.match_entropy and 1 not in self.sampling_temperatures:
+        if self.judge is not None and self.match_entropy and 1 not in self.sampling.temperatures:
             raise ValueError(
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
-                f"{self.sampling_temperatures}. Add 1 to them, or set match_entropy: false."
+                f"{self.sampling.temperatures}. Add 1 to them, or set match_entropy: false."
             )
-        if self.reference_split is not None and self.num_samples < 2:
+        if self.reference_split is not None and self.sampling.num_samples < 2:
             raise ValueError("num_samples=1: the line of real text has as many rows, and its NELBO needs at least 2.")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
@@ -122,26 +109,29 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
 
     from ..training.drift_config import DriftConfig
 
-    types_of = {cls: typing.get_type_hints(cls) for cls in (Recipe, DriftConfig)}
-    ours = {f.name for f in fields(Recipe)}
-    known = ours | {f.name for f in fields(DriftConfig) if f.init}
+    # Where a field belongs: its class, its name in it, its type.
+    homes = {}
+    for cls in (DriftConfig, Sampling, Recipe):
+        kinds = typing.get_type_hints(cls)
+        homes |= {option(f): (cls, f.name, kinds[f.name]) for f in fields(cls) if f.init and f.type != "Sampling"}
+    values_of: dict[type, dict[str, Any]] = {DriftConfig: {}, Sampling: {}, Recipe: {}}
     for name, value in values.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
+        if name not in homes:
+            close = difflib.get_close_matches(name, homes, n=3)
             raise ValueError(
                 f"{path}: there is no field {name!r}."
                 + (f" Did you mean {' or '.join(close)}?" if close else "")
                 + " tokendrift train --help lists them."
             )
-        kind = types_of[Recipe if name in ours else DriftConfig][name]
-        values[name] = value = read_as(value, kind, overrides.get(name))
+        cls, own_name, kind = homes[name]
+        values_of[cls][own_name] = value = read_as(value, kind, overrides.get(name))
         if not is_of(value, kind):
             raise ValueError(f"{path}: {name} must be {type_name(kind)}, but it is {value!r}.")
     if "model" not in values:
         raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
-    recipe = Recipe(**{name: value for name, value in values.items() if name in ours})
+    recipe = Recipe(**values_of[Recipe], sampling=Sampling(**values_of[Sampling]))
     for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
         value = getattr(recipe, name)
         if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
             setattr(recipe, name, str(path.parent / value))
-    return recipe, {name: value for name, value in values.items() if name not in ours}
+    return recipe, values_of[DriftConfig]

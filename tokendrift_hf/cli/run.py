@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import load_text, pack_documents
 from ..data.prompts import pack_prompts
-from ..evaluation.comparison import evaluate_models
+from ..evaluation.comparison import Comparison, evaluate_models
 from ..evaluation.grid import Harness
 from ..evaluation.report import write_report
 from ..files import write_json
@@ -55,14 +55,14 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
     run = Run.open(recipe, arguments, resume=resume)
     if dry_run:
         return run.rehearse()
-    results = {"recipe": vars(recipe), "arguments": run.arguments, "training": {}}
+    results = {"recipe": asdict(recipe), "arguments": run.arguments, "training": {}}
     for training in run.trainings:
         results["training"][training.label] = run.train_or_resume(training, resume=resume)
     results["seconds_training"] = time.perf_counter() - start
-    if run.judge is not None:
-        results |= run.evaluate()
+    comparison = None if run.judge is None else run.evaluate()
+    results |= {} if comparison is None else asdict(comparison)
     if PartialState().is_main_process:
-        run.write_card(results)
+        run.write_card(results["training"][run.main.label]["card"], comparison)
         results["seconds"] = time.perf_counter() - start
         write_json(run.folder / "results.json", results)
         print(f"Done in {results['seconds']:.0f} s. Refined model: {run.main.folder}; everything else beside it.")
@@ -118,7 +118,7 @@ class Run:
             )
         judge = None if recipe.judge is None else load_judge(recipe.judge, config.device)
         if judge is not None:  # a wrong sampler is noticed now, not after the training
-            base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampler)
+            base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampling.sampler)
         with config.main_process_first():  # the others find the packed rows in the cache
             splits = {
                 name: _rows(recipe, split, tokenizer, recipe.block_size or longest, base.config.vocab_size)
@@ -228,39 +228,33 @@ class Run:
 
     # Results
 
-    def evaluate(self) -> dict:
-        """Sample and score the base and every trained model: the results of `evaluate_models`."""
+    def evaluate(self) -> Comparison:
+        """Sample and score the base and every trained model."""
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
-        config = self.main.config
+        config, sampling = self.main.config, self.recipe.sampling
         order = [label for label in (BASE, CONTINUATION, REFINED, LORA) if label in models]
         harness = Harness(
             {label: models[label].to(config.device) for label in order},
             self.tokenizer,
             self.judge,
             self.folder / "cells",
-            self.recipe.sampling_batch_size,
-            "bfloat16" if config.bf16 else "float32",
-            self.recipe.sampler,
+            replace(sampling, dtype=sampling.dtype or ("bfloat16" if config.bf16 else "float32")),
         )
         text = self.splits.get("reference")
         return evaluate_models(
             harness,
-            self.recipe.num_steps,
-            self.recipe.sampling_temperatures,
-            self.recipe.num_seeds,
-            self.recipe.num_samples,
-            text=None if text is None else text[: self.recipe.num_samples]["input_ids"],
-            match=(BASE, self.main.label) if self.recipe.match_entropy else None,
+            text=None if text is None else text[: sampling.num_samples]["input_ids"],
+            match_entropy=[self.main.label] if self.recipe.match_entropy else [],
         )
 
-    def write_card(self, results: dict) -> None:
-        """Write and print the table, if the run was evaluated, and the card of the main model with it."""
-        recipe, card = self.recipe, Card(**results["training"][self.main.label]["card"])
-        if self.judge is not None:
-            table = write_report(results, self.folder)
+    def write_card(self, facts: dict, comparison: Comparison | None) -> None:
+        """Write the card of the main model from the facts that its training left, with the table, which is printed."""
+        card, sampling = Card(**facts), self.recipe.sampling
+        if comparison is not None:
+            table = write_report(comparison, self.folder)
             print(table)
-            label = self.main.label
-            card.add_results(results["rows"], label, recipe.judge, recipe.num_samples, recipe.sampler, table)
+            settings = (self.recipe.judge, sampling.num_samples, sampling.sampler)
+            card.add_results(comparison.rows, self.main.label, *settings, table)
         card.save(self.main.folder)
 
     def rehearse(self) -> dict:

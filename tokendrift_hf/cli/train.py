@@ -6,6 +6,8 @@ import argparse
 import logging
 from pathlib import Path
 
+from .fields import documented_fields, spellings
+
 HELP = "refine a model as a recipe says, and evaluate it"
 DESCRIPTION = (
     "Refine a model as a recipe says, train the matched continuation beside it if the recipe asks for\n"
@@ -15,12 +17,11 @@ DESCRIPTION = (
 
 def field_help() -> str:
     """Every field of a recipe, for `tokendrift train --help`."""
-    from .fields import documented_fields
-
     here = Path(__file__).parent
     lines = [
         "Fields of a recipe. Each is also a flag, whose value is YAML: --num_steps 4 8 --lora '{r: 4}' --judge null",
         *documented_fields(here / "recipe.py"),
+        *documented_fields(here.parent / "evaluation" / "sampling.py"),
         "",
         "Fields of the training (DriftConfig)",
         *documented_fields(here.parent / "training" / "drift_config.py"),
@@ -48,11 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=_HelpWithFields, dest=argparse.SUPPRESS)
     parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
     parser.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    parser.add_argument(*spellings("push_to_hub"), nargs="?", const="true", help="upload the result to hub_model_id")
     parser.add_argument(
-        "--push-to-hub", "--push_to_hub", nargs="?", const="true", help="upload the result to hub_model_id"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what it would cost and what a push would upload, and stop"
+        *spellings("dry_run"), action="store_true", help="say what it would cost and what a push would upload, and stop"
     )
     parser.set_defaults(rest=[])  # what the parser does not know: fields of the recipe
 

@@ -3,96 +3,194 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 
 import torch
 
-from .grid import Harness
+from .grid import Cell, Harness
 
 # Temperatures at which a model's entropy is measured to find the one that equals another model's.
-ENTROPY_CURVE = (0.7, 0.8, 0.9, 1.0)
+ENTROPY_CURVE = [0.7, 0.8, 0.9, 1.0]
 
 
-def summarise(records: list[dict]) -> list[dict]:
-    """Mean and standard deviation over seeds for each (model, num_steps, temperature), in the order of the records.
+@dataclass(frozen=True)
+class ResultRow:
+    """The samples of a model at one number of steps and one temperature: means over the sampling seeds.
 
-    One seed has no deviation: None.
+    Attributes:
+        model: label of the line in the table.
+        num_steps: sampling steps.
+        temperature: of the clean-token prediction.
+        num_seeds: how many seeds the means are over. One seed has no standard deviation: None.
+        gen_ppl, gen_ppl_sd: Gen.-PPL and its standard deviation, NaN if no sample had any text.
+        entropy, entropy_sd: entropy of the tokens within a sample in nats.
+        mauve, mauve_sd: MAUVE against real text in [0, 1]; None: not measured.
+        degenerate: whether the metric flagged the samples of some seed.
+        num_forward_calls: network calls that a sample took, the most over the seeds.
+        matched_to: label of the model whose entropy this temperature gives; None: the temperature was asked for.
+        beyond: whether that entropy lies beyond all temperatures tried, so that this one is only the nearest.
     """
+
+    model: str
+    num_steps: int
+    temperature: float
+    num_seeds: int
+    gen_ppl: float
+    gen_ppl_sd: float | None
+    entropy: float
+    entropy_sd: float | None
+    mauve: float | None
+    mauve_sd: float | None
+    degenerate: bool
+    num_forward_calls: int
+    matched_to: str | None = None
+    beyond: bool = False
+
+
+@dataclass(frozen=True)
+class AtEntropy:
+    """What a model gives at one entropy, between the two temperatures around it.
+
+    Attributes:
+        model: label of the model.
+        num_steps: sampling steps.
+        entropy: in nats.
+        temperature: at which the model has this entropy; None: beyond its temperatures.
+        gen_ppl, gen_ppl_se: Gen.-PPL there and its standard error over seeds; None: beyond, or of one seed.
+    """
+
+    model: str
+    num_steps: int
+    entropy: float
+    temperature: float | None = None
+    gen_ppl: float | None = None
+    gen_ppl_se: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was measured of some models.
+
+    Attributes:
+        rows: of the table.
+        curve: more rows, from looking for the temperatures of equal entropy.
+        records: of all cells.
+        real_text: record of `GenPPL` for real text.
+        nelbo: label -> `nelbo_perplexity` of the model on real text.
+        at_text_entropy: every model at the entropy of real text, given several temperatures.
+    """
+
+    rows: list[ResultRow]
+    curve: list[ResultRow] = field(default_factory=list)
+    records: list[dict] = field(default_factory=list)
+    real_text: dict | None = None
+    nelbo: dict[str, dict] | None = None
+    at_text_entropy: list[AtEntropy] = field(default_factory=list)
+
+
+def summarise(records: Iterable[dict]) -> list[ResultRow]:
+    """A row for each (model, num_steps, temperature), in the order of the records."""
+    return [_row(group) for group in _groups(records, "model", "num_steps", "temperature").values()]
+
+
+def _groups(records: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
     groups: dict[tuple, list[dict]] = {}
     for record in records:
-        groups.setdefault((record["model"], record["num_steps"], record["temperature"]), []).append(record)
-    rows = []
-    for (model, num_steps, temperature), group in groups.items():
-        row = {"model": model, "num_steps": num_steps, "temperature": temperature, "num_seeds": len(group)}
-        for name in ("gen_ppl", "entropy", "mauve"):
-            if name not in group[0]:
-                continue
-            values = [record[name] for record in group if record[name] is not None] or [math.nan]  # no text, no score
-            row[name], row[f"{name}_sd"] = mean(values), stdev(values) if len(values) > 1 else None
-        row["degenerate"] = any(record["degenerate"] for record in group)
-        row["num_forward_calls"] = max(record["num_forward_calls"] for record in group)
-        rows.append(row)
-    return rows
+        groups.setdefault(tuple(record[name] for name in names), []).append(record)
+    return groups
+
+
+def _row(group: Sequence[dict]) -> ResultRow:
+    values = {}
+    for name in ("gen_ppl", "entropy", "mauve"):
+        scores = [record[name] for record in group if record.get(name) is not None]
+        if not scores and name != "mauve":
+            scores = [math.nan]  # no text, no score
+        values[name] = mean(scores) if scores else None
+        values[f"{name}_sd"] = stdev(scores) if len(scores) > 1 else None
+    return ResultRow(
+        **{name: group[0][name] for name in ("model", "num_steps", "temperature")},
+        num_seeds=len(group),
+        degenerate=any(record["degenerate"] for record in group),
+        num_forward_calls=max(record["num_forward_calls"] for record in group),
+        **values,
+    )
+
+
+def check_matches(labels: Collection[str], base: str, models: Collection[str], temperatures: Sequence[float]) -> None:
+    """Raise ValueError unless a base can be sampled at the entropies of the models with these labels."""
+    unknown = [label for label in labels if label not in models or label == base]
+    if unknown:
+        others = [label for label in models if label != base]
+        raise ValueError(f"match_entropy={list(labels)}: {unknown[0]!r} is none of {others}, which {base} can match.")
+    if labels and 1 not in temperatures:
+        raise ValueError(
+            f"match_entropy compares with models at temperature 1, but sampling_temperatures are {list(temperatures)}. "
+            "Add 1 to them, or leave nothing to match (match_entropy: [])."
+        )
 
 
 def evaluate_models(
     harness: Harness,
-    num_steps: Sequence[int],
-    temperatures: Sequence[float],
-    num_seeds: int,
-    num_samples: int,
     text: Sequence[Sequence[int]] | None = None,
     num_draws: int = 1,
-    match: tuple[str, str] | None = None,
-) -> dict:
-    """Score every model over the grid, and with real text all that makes the models comparable.
+    match_entropy: Sequence[str] = (),
+) -> Comparison:
+    """Score every model over the harness's grid, and with real text all that makes the models comparable.
 
     Lowering the temperature is free, so a refinement is worth having only as far as it wins at equal entropy.
 
     Args:
-        harness: with the models.
-        num_steps, temperatures, num_seeds, num_samples: the grid.
+        harness: with the models, of which the first is the base.
         text: rows of real text [N, L]: the end point of the frontier, and what the NELBO is of.
         num_draws: for every row of `text`, see `nelbo_perplexity`.
-        match: labels of two models: the first is also sampled at the temperatures that give it the entropy that the
-            second has at temperature 1.
+        match_entropy: labels of models: the base is also sampled at the temperatures that give it the entropies that
+            these have at temperature 1.
 
-    Returns:
-        dict with `rows` (of `summarise`), `curve` (more rows, from looking for the temperatures), `records`, and for
-        real text `real_text` (record), `nelbo` (a model each) and, given several temperatures, in one row of each model
-        `at_text_entropy`: its Gen.-PPL at the entropy of real text, None beyond its temperatures.
+    Raises:
+        ValueError: a label that is not known; temperatures without 1; too little text.
     """
-    compared = {}
+    sampling, base = harness.sampling, next(iter(harness.models))
+    check_matches(match_entropy, base, harness.models, sampling.temperatures)
+    real_text = nelbo = None
     if text is not None:  # first, so that a text which is too short is noticed before any sampling
-        ids = torch.tensor(text)
-        compared["nelbo"] = harness.nelbo(ids, num_draws)
-        compared["real_text"] = harness.score_text([list(row) for row in text])
-    records = harness.run(harness.grid(num_steps, temperatures, num_seeds, num_samples))
-    rows, curve = summarise(records), []
-    if text is not None and len(set(temperatures)) > 1:
-        for (model, steps), value in gen_ppl_at_entropy(rows, compared["real_text"]["entropy"]).items():
-            own = [row for row in rows if (row["model"], row["num_steps"]) == (model, steps)]
-            min(own, key=lambda row: abs(row["temperature"] - 1))["at_text_entropy"] = value
-    if match is not None:
-        base, refined = match
-        target = {row["num_steps"]: row for row in rows if row["model"] == refined and row["temperature"] == 1}
-        lowered = harness.grid(num_steps, ENTROPY_CURVE, 1, num_samples, [base])
-        curve = harness.run(lowered, f"{base} at lower temperatures")
-        matched, beyond = [], {}
-        for steps in num_steps:
-            entropies = {record["temperature"]: record["entropy"] for record in curve if record["num_steps"] == steps}
-            wanted = target[steps]["entropy"]
-            beyond[steps] = not min(entropies.values()) <= wanted <= max(entropies.values())
-            temperature = round(matching_temperature(entropies, wanted), 3)
-            matched += harness.grid([steps], [temperature], num_seeds, num_samples, [base])
-        found = harness.run(matched, f"{base} at equal entropy")
-        records = records + [record for record in curve + found if record not in records]
-        rows += [
-            row | {"model": f"{base} at equal entropy", "matched": True, "beyond": beyond[row["num_steps"]]}
-            for row in summarise(found)
-        ]
-    return {"rows": rows, "curve": summarise(curve), "records": records} | compared
+        nelbo = harness.nelbo(torch.tensor(text), num_draws)
+        real_text = harness.score_text([list(row) for row in text])
+    records = harness.run(harness.grid())
+    rows, curve, at_text = summarise(records), [], []
+    if real_text is not None and len(sampling.temperatures) > 1:
+        at_text = at_entropy(records, real_text["entropy"])
+    if match_entropy:
+        few = replace(sampling, temperatures=ENTROPY_CURVE, num_seeds=1)
+        curve = harness.run(harness.grid(few, [base]), f"{base} at lower temperatures")
+        matches = [match for label in match_entropy for match in _matches(harness, base, label, rows, curve)]
+        found = harness.run([cell for _, cells in matches for cell in cells], f"{base} at equal entropy")
+        records += [record for record in curve + found if record not in records]
+        left = iter(found)
+        for row, cells in matches:
+            values = _row([next(left) for _ in cells])
+            rows.append(
+                replace(values, model=f"{base} at equal entropy ({row.model})", matched_to=row.model, beyond=row.beyond)
+            )
+    return Comparison(rows, summarise(curve), records, real_text, nelbo, at_text)
+
+
+def _matches(
+    harness: Harness, base: str, label: str, rows: Iterable[ResultRow], curve: Iterable[dict]
+) -> list[tuple[ResultRow, list[Cell]]]:
+    """For every number of steps: the model's row, marked if it lies beyond the curve, and cells of the base for it."""
+    matches = []
+    for row in rows:
+        if row.model != label or row.temperature != 1:
+            continue
+        entropies = {r["temperature"]: r["entropy"] for r in curve if r["num_steps"] == row.num_steps}
+        beyond = not min(entropies.values()) <= row.entropy <= max(entropies.values())
+        temperature = round(matching_temperature(entropies, row.entropy), 3)
+        only = replace(harness.sampling, num_steps=[row.num_steps], temperatures=[temperature])
+        matches.append((replace(row, beyond=beyond), harness.grid(only, [base])))
+    return matches
 
 
 def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:
@@ -103,28 +201,48 @@ def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:
         entropy: the entropy to match, in nats.
     """
     points = sorted((h, t) for t, h in curve.items())
-    return _interpolate(points, min(max(entropy, points[0][0]), points[-1][0]))
+    entropy = min(max(entropy, points[0][0]), points[-1][0])
+    (h_0, t_0), (h_1, t_1), share = _segment(points, entropy)
+    return t_0 + share * (t_1 - t_0)
 
 
-def gen_ppl_at_entropy(rows: Iterable[dict], entropy: float) -> dict[tuple[str, int], float | None]:
-    """(model, num_steps) -> Gen.-PPL at this entropy, log-linear between a model's temperatures; None beyond them.
+def at_entropy(records: Iterable[dict], entropy: float) -> list[AtEntropy]:
+    """Every model at an entropy: Gen.-PPL log-linear in entropy between the two temperatures around it.
+
+    The standard error is that of the interpolated value over seeds. To first order a seed moves it by how far its own
+    log Gen.-PPL and entropy lie off the means, both at the two temperatures, which share their random numbers.
 
     Args:
-        rows: of `summarise`, at several temperatures.
-        entropy: in nats; that of real text makes models comparable (lowering the temperature is free).
+        records: of the harness, at several temperatures.
+        entropy: in nats. That of real text makes models comparable, since lowering the temperature is free.
     """
-    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault((row["model"], row["num_steps"]), []).append((row["entropy"], math.log(row["gen_ppl"])))
-    values = {key: _interpolate(sorted(found), entropy) for key, found in points.items()}
-    return {key: None if value is None else math.exp(value) for key, value in values.items()}
+    values = []
+    for (model, num_steps), group in _groups(records, "model", "num_steps").items():
+        by_temperature = _groups((r for r in group if r["gen_ppl"] is not None), "temperature").items()
+        points = sorted((mean(r["entropy"] for r in rs), t, rs) for (t,), rs in by_temperature)
+        value = AtEntropy(model, num_steps, entropy)
+        if points and points[0][0] <= entropy <= points[-1][0]:
+            (h_0, t_0, low), (h_1, t_1, high), share = _segment(points, entropy)
+            p_0, p_1 = (mean(r["gen_ppl"] for r in rs) for rs in (low, high))
+            log_ppl = math.log(p_0) + share * (math.log(p_1) - math.log(p_0))
+            slope = math.log(p_1 / p_0) / (h_1 - h_0) if h_1 > h_0 else 0.0
+            low, high = ({r["seed"]: r for r in rs} for rs in (low, high))
+            moves = [
+                (1 - share) * (low[s]["gen_ppl"] / p_0 - 1 - slope * (low[s]["entropy"] - h_0))
+                + share * (high[s]["gen_ppl"] / p_1 - 1 - slope * (high[s]["entropy"] - h_1))
+                for s in low.keys() & high.keys()
+            ]
+            error = None
+            if len(moves) > 1:
+                error = math.exp(log_ppl) * math.sqrt(sum(x * x for x in moves) / (len(moves) * (len(moves) - 1)))
+            value = AtEntropy(model, num_steps, entropy, t_0 + share * (t_1 - t_0), math.exp(log_ppl), error)
+        values.append(value)
+    return values
 
 
-def _interpolate(points: list[tuple[float, float]], x: float) -> float | None:
-    """y at x on the broken line through points of rising x; None outside."""
-    if len(points) == 1 and points[0][0] == x:
-        return points[0][1]
-    for (x_0, y_0), (x_1, y_1) in zip(points, points[1:], strict=False):
-        if x_0 <= x <= x_1:
-            return y_0 + (y_1 - y_0) * ((x - x_0) / (x_1 - x_0) if x_1 > x_0 else 0.0)
-    return None
+def _segment(points: list[tuple], x: float) -> tuple[tuple, tuple, float]:
+    """The two points around x, of points sorted by their first value, and how far x lies between them in [0, 1]."""
+    for before, after in zip(points, points[1:], strict=False):
+        if before[0] <= x <= after[0]:
+            return before, after, (x - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return points[0], points[0], 0.0  # one point, which is x

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import __version__
 from ..files import write_json
 from .likelihood import nelbo_perplexity
+from .sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ class Harness:
         tokenizer: of the models.
         judge: arguments of `GenPPL`: the judge, such as {"model_id": "gpt2-large"}, and how it scores.
         folder: where finished cells are kept; cells found there are not computed again.
-        batch_size: sequences drawn at a time; does not change them.
-        dtype: "float32", or "bfloat16" for networks under autocast.
-        sampler: of `generate()`.
+        sampling: the grid, and how every cell of it is drawn.
     """
 
     def __init__(
@@ -108,14 +107,11 @@ class Harness:
         tokenizer: PreTrainedTokenizerBase,
         judge: dict,
         folder: Path,
-        batch_size: int = 64,
-        dtype: str = "float32",
-        sampler: str = "ancestral",
+        sampling: Sampling,
     ):
         from ..metrics import GenPPL  # needs evaluate, an extra
 
-        self.models, self.tokenizer, self.folder = models, tokenizer, folder
-        self.batch_size, self.dtype, self.sampler = batch_size, dtype, sampler
+        self.models, self.tokenizer, self.folder, self.sampling = models, tokenizer, folder, sampling
         self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
         sizes = {
             label: model.config.vocab_size - (model.process.mask_id is not None) for label, model in models.items()
@@ -128,26 +124,22 @@ class Harness:
         readers = [reader.get_vocab() for reader in (tokenizer, scorer.tokenizer)]
         self.scoring = _digest([state_digest(scorer.model), scorer.dtype, how, readers])
 
-    def cell(self, model: str, num_steps: int, temperature: float, seed: int, num_samples: int) -> Cell:
+    def cell(self, model: str, num_steps: int, temperature: float, seed: int, sampling: Sampling | None = None) -> Cell:
+        """One cell of a grid, by default of the harness's."""
+        sampling = sampling or self.sampling
         length = self.models[model].config.max_position_embeddings
-        settings = (num_steps, temperature, seed, num_samples, length, self.sampler, self.dtype)
-        return Cell(model, self.weights[model], self.scoring, *settings)
+        settings = (sampling.num_samples, length, sampling.sampler, sampling.dtype or "float32")
+        return Cell(model, self.weights[model], self.scoring, num_steps, temperature, seed, *settings)
 
-    def grid(
-        self,
-        num_steps: Iterable[int],
-        temperatures: Iterable[float],
-        num_seeds: int,
-        num_samples: int,
-        models: Iterable[str] | None = None,
-    ) -> list[Cell]:
+    def grid(self, sampling: Sampling | None = None, models: Iterable[str] | None = None) -> list[Cell]:
         """The cells of every model (or of those named) at every temperature, number of steps and seed."""
+        sampling = sampling or self.sampling
         return [
-            self.cell(model, steps, temperature, seed, num_samples)
+            self.cell(model, num_steps, temperature, seed, sampling)
             for model in (self.models if models is None else models)
-            for temperature in temperatures
-            for steps in num_steps
-            for seed in range(num_seeds)
+            for temperature in sampling.temperatures
+            for num_steps in sampling.num_steps
+            for seed in range(sampling.num_seeds)
         ]
 
     def run(self, cells: Iterable[Cell], description: str = "Sampling") -> list[dict]:
@@ -176,14 +168,14 @@ class Harness:
 
     def draw(self, cell: Cell) -> tuple[list[list[int]], int]:
         """The token ids of the cell's samples and the number of network calls for one sample."""
-        model = self.models[cell.model]
+        model, batch_size = self.models[cell.model], self.sampling.batch_size
         generator = torch.Generator().manual_seed(cell.seed)
         half = torch.autocast(model.device.type, torch.bfloat16)
         ids, calls = [], 0
-        for start in range(0, cell.num_samples, self.batch_size):
+        for start in range(0, cell.num_samples, batch_size):
             with half if cell.dtype == "bfloat16" else contextlib.nullcontext():
                 output = model.generate(
-                    num_samples=min(self.batch_size, cell.num_samples - start),
+                    num_samples=min(batch_size, cell.num_samples - start),
                     num_steps=cell.num_steps,
                     temperature=cell.temperature,
                     sampler=cell.sampler,

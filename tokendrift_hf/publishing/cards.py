@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -100,11 +100,9 @@ class Card:
         """The NELBO on held-out text, in nats per token."""
         self.losses = {name: x for name, x in (("before", before), ("after", after)) if _finite(x)}
 
-    def add_results(
-        self, rows: list[dict], label: str, judge: str, num_samples: int, sampler: str, table: str = ""
-    ) -> None:
-        """The rows that `harness.summarise` made; those with this label are the model's own."""
-        self.results = [row for row in rows if row["model"] == label and _finite(row["gen_ppl"])]
+    def add_results(self, rows: list, label: str, judge: str, num_samples: int, sampler: str, table: str = "") -> None:
+        """The rows of a comparison (`evaluation.comparison.ResultRow`). Those with this label are the model's own."""
+        self.results = [asdict(row) for row in rows if row.model == label and _finite(row.gen_ppl)]
         name, is_local = _public_name(judge)
         judge = f"a local model named {name}" if is_local else name
         self.evaluation = {"judge": judge, "num_samples": num_samples, "sampler": sampler}
