@@ -30,7 +30,8 @@ It is returned together with its standard error, token entropy, diversity, flags
 _KWARGS_DESCRIPTION = """
 Args:
     predictions: list of `str`, or token ids (list of lists, or a [N, L] array or tensor). Ids are decoded by
-        `tokenizer` with special tokens kept; without it they must be ids of the judge and are scored as they are.
+        `tokenizer`; without it they must be ids of the judge and are scored as they are. Ids outside the vocabulary
+        are left out and counted.
     model_id (`str`): Hub id or folder of the judge. This and all that follows can also be given to `evaluate.load`.
     model_revision (`str`): revision of the judge on the Hub.
     model, model_tokenizer: an already loaded judge instead of `model_id`; it stays on its device, in its dtype.
@@ -49,8 +50,7 @@ Args:
 Returns:
     dict of plain Python values (see README.md beside this file for every key).
 Raises:
-    ValueError: for no predictions, no judge, a judge without tokenizer, ids outside the vocabulary, bad settings, too
-        few texts for MAUVE.
+    ValueError: for no predictions, no judge, a judge without tokenizer, bad settings, too few texts for MAUVE.
     ImportError: for mauve_references without mauve-text.
 Examples:
     >>> gen_ppl = evaluate.load("gen_ppl")
@@ -73,7 +73,7 @@ SETTINGS = {
     "mauve_references": None,
     "mauve_settings": {},
 }
-VERSION = 1  # of the definition: raised when a value can change
+VERSION = 2  # of the definition: raised when a value can change
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FEW_SAMPLES = 64
 # Defaults of mauve-text 0.4, written out because every one of them decides the value.
@@ -96,7 +96,8 @@ class Judge:
     """The scoring model with its tokenizer.
 
     Attributes: model, tokenizer, name (id or path), revision (commit, "sha256:..." of local weights, or None),
-    dtype (name), vocab_size, window (int, longest input), eos_id (int or None).
+    dtype (name), vocab_size, window (int, longest input), bos_id and eos_id (int or None), adds_bos and adds_eos
+    (whether the tokenizer puts them around a text by itself).
     """
 
     def __init__(self, model, tokenizer, revision=None):
@@ -114,6 +115,10 @@ class Judge:
         self.window = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
         eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else model.config.eos_token_id
         self.eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+        self.bos_id = Roles(tokenizer).bos[1]
+        added = tokenizer("")["input_ids"]
+        self.adds_bos = added[:1] == [self.bos_id]
+        self.adds_eos = added[self.adds_bos :] == [self.eos_id]
 
     @classmethod
     def load(cls, model_id, revision, tokenizer, device, dtype):
@@ -129,6 +134,21 @@ class Judge:
                 f"tokenizer beside it or in `model_tokenizer`. {reason}"
             ) from error
         return cls(model.to(device).eval(), tokenizer, revision=files_digest(model_id))
+
+    def read(self, texts: list[str], opened: list[bool]) -> list[list[int]]:
+        """Ids of the texts, those of `opened` with bos in front. Neither it nor eos at the end is there twice."""
+        rows = self.tokenizer(texts, verbose=False)["input_ids"]
+        for i, row in enumerate(rows):
+            if opened[i] and self.bos_id is not None and not self.adds_bos:
+                row = [self.bos_id, *row]
+            rows[i] = row[:-1] if self.adds_eos and row[-2:] == [self.eos_id] * 2 else row
+        low, high = min((min(row) for row in rows if row), default=0), max((max(row) for row in rows if row), default=0)
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"The judge's tokenizer gives ids from {low} to {high}, but the vocabulary of the judge has "
+                f"{self.vocab_size} entries. Pass the tokenizer of the judge as `model_tokenizer`."
+            )
+        return rows
 
     @torch.no_grad()
     def _batches(self, network, rows: list[list[int]], batch_size: int):
@@ -364,28 +384,73 @@ def degeneracy(texts: list[str], ids: list[list[int]]) -> list[str]:
     return reasons
 
 
-def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], list[list[int]], list[list[int]] | None]:
-    """The texts, their ids for the judge, and their ids for the generating model (None if its tokenizer is unknown).
+class Roles:
+    """The special tokens of a tokenizer by what they are for, each as (token, id), or (None, None) if it has none.
 
-    predictions: N strings or N lists of ids, of the judge's vocabulary if `tokenizer` is None.
+    Attributes: bos, eos, pad, mask. Where a tokenizer has no bos or eos, its cls or sep stands in, as in the training
+    code of MDLM. What is bos or eos is not pad or mask as well.
     """
+
+    def __init__(self, tokenizer):
+        def first(*names):
+            tokens = [getattr(tokenizer, f"{name}_token", None) for name in names]
+            token = next((token for token in tokens if token is not None), None)
+            return token, None if token is None else tokenizer.convert_tokens_to_ids(token)
+
+        self.bos, self.eos = first("bos", "cls"), first("eos", "sep")
+        pad, mask = first("pad"), first("mask")
+        self.pad = (None, None) if pad in (self.bos, self.eos) else pad
+        self.mask = (None, None) if mask in (self.bos, self.eos) else mask
+
+
+def readable(rows: list[list[int]], known, mask_id: int | None = None) -> tuple[list[list[int]], int]:
+    """`rows` without the ids that stand for no text, those outside `known` and the mask, and how many these were."""
+    kept = [[token for token in row if token in known and token != mask_id] for row in rows]
+    return kept, sum(map(len, rows)) - sum(map(len, kept))
+
+
+def replaced(texts: list[str], replacements: dict) -> list[str]:
+    """The texts with every token of `replacements` replaced, in one pass."""
+    pattern = "|".join(re.escape(token) for token in replacements if token is not None)
+    return [re.sub(pattern, lambda match: replacements[match[0]] or "", text) for text in texts] if pattern else texts
+
+
+def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], list[list[int]], list | None, int]:
+    """What the judge reads: the predictions, with special tokens of the model as those of the judge.
+
+    A bos in front becomes one bos of the judge, whether or not the judge's tokenizer adds it by itself. Other bos and
+    every eos become those of the judge. Padding, masks and ids outside the vocabulary become nothing, and so does what
+    the judge has no token for.
+
+    Args:
+        predictions: N strings or N lists of ids, of the judge's vocabulary if `tokenizer` is None.
+        tokenizer: of the generating model, if it is known.
+
+    Returns:
+        The texts without a bos in front, their ids for the judge, their ids for the generating model (None without a
+        tokenizer), and the number of ids that were left out because they stand for no text.
+    """
+    of_model, of_judge = Roles(judge.tokenizer if tokenizer is None else tokenizer), Roles(judge.tokenizer)
+    own_rows, num_left_out = None, 0
     if isinstance(predictions[0], str):
-        texts = predictions
-        own_rows = None if tokenizer is None else tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        if tokenizer is not None:
+            own_rows = tokenizer(predictions, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = replaced(predictions, {of_model.pad[0]: None, of_model.mask[0]: None})
+        bos = of_model.bos[0]
+        opened = [bos is not None and text.lstrip().startswith(bos) for text in texts]
+        texts = [text.lstrip().removeprefix(bos) if o else text for text, o in zip(texts, opened, strict=True)]
+    elif tokenizer is None:
+        rows, num_left_out = readable(predictions, range(judge.vocab_size))
+        return judge.tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False), rows, None, num_left_out
     else:
-        size = judge.vocab_size if tokenizer is None else len(tokenizer)
-        _check_ids(predictions, size, "judge" if tokenizer is None else "tokenizer")
-        if tokenizer is None:
-            return judge.tokenizer.batch_decode(predictions, clean_up_tokenization_spaces=False), predictions, None
-        own_rows = predictions
-        if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id, tokenizer.mask_token_id):
-            own_rows = [strip(row, tokenizer.pad_token_id) for row in own_rows]
-        texts = tokenizer.batch_decode(own_rows, clean_up_tokenization_spaces=False)
-    if tokenizer is not None and tokenizer.eos_token and judge.tokenizer.eos_token:
-        texts = [text.replace(tokenizer.eos_token, judge.tokenizer.eos_token) for text in texts]
-    judge_rows = judge.tokenizer(texts, verbose=False)["input_ids"]
-    _check_ids(judge_rows, judge.vocab_size, "judge")
-    return texts, judge_rows, own_rows
+        own_rows, num_left_out = readable(predictions, set(tokenizer.get_vocab().values()), of_model.mask[1])
+        own_rows = [strip(row, of_model.pad[1]) for row in own_rows]
+        opened = [row[:1] == [of_model.bos[1]] for row in own_rows]
+        rows = [row[1:] if o else row for row, o in zip(own_rows, opened, strict=True)]
+        rows = [[token for token in row if token != of_model.pad[1]] for row in rows]
+        texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+    texts = replaced(texts, {of_model.bos[0]: of_judge.bos[0], of_model.eos[0]: of_judge.eos[0]})
+    return texts, judge.read(texts, opened), own_rows, num_left_out
 
 
 def as_lists(predictions) -> list:
@@ -394,16 +459,7 @@ def as_lists(predictions) -> list:
     return [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
 
 
-def _check_ids(rows: list[list[int]], size: int, owner: str) -> None:
-    low, high = min((min(row) for row in rows if row), default=0), max((max(row) for row in rows if row), default=0)
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"Token ids lie between {low} and {high}, but the vocabulary of the {owner} has {size} entries. Pass the "
-            "tokenizer of the ids (`tokenizer`) and of the judge (`model_tokenizer`), and unmask all positions first."
-        )
-
-
-def strip(ids: list[int], pad_id: int) -> list[int]:
+def strip(ids: list[int], pad_id: int | None) -> list[int]:
     """ids without the padding at either end."""
     kept = [i for i, token in enumerate(ids) if token != pad_id]
     return ids[kept[0] : kept[-1] + 1] if kept else []
@@ -510,7 +566,7 @@ class GenPPL(evaluate.Metric):
         if isinstance(tokenizer, str):
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 
-        texts, judge_rows, own_rows = tokenize(list(predictions), judge, tokenizer)
+        texts, judge_rows, own_rows, num_left_out = tokenize(list(predictions), judge, tokenizer)
         cut_rows = [row[:max_length] for row in judge_rows]
         similarity = {}
         if settings["mauve_references"] is not None:
@@ -521,6 +577,8 @@ class GenPPL(evaluate.Metric):
         reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts], rows)
         num_truncated = sum(len(row) > max_length for row in judge_rows)
         notes = []
+        if num_left_out:
+            notes.append(f"{num_left_out} ids were left out: masks, or outside the vocabulary of the tokenizer.")
         if len(texts) < FEW_SAMPLES:
             notes.append(f"Only {len(texts)} samples: look at gen_ppl_se, and use hundreds for a figure to report.")
         if num_truncated:
@@ -542,6 +600,7 @@ class GenPPL(evaluate.Metric):
             "num_tokens": sum(num_tokens),
             "num_empty": sum(not row for row in judge_rows),
             "num_truncated": num_truncated,
+            "num_left_out": num_left_out,
             "degenerate": bool(reasons),
             "degenerate_reasons": reasons,
             "warnings": notes,
