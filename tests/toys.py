@@ -1,9 +1,11 @@
-"""Toy rows, trainers and records."""
+"""Toy rows, trainers, records and tokenizers."""
 
 from __future__ import annotations
 
 import torch
 from conftest import TINY, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from tokendrift_hf import DriftConfig, DriftTrainer
 
@@ -77,3 +79,14 @@ def record(model, seed, gen_ppl, entropy, num_steps=4, temperature=1.0, **more):
     """A record of the harness, for the tables."""
     settings = dict(model=model, seed=seed, num_steps=num_steps, temperature=temperature)
     return settings | dict(gen_ppl=gen_ppl, entropy=entropy, degenerate=False, num_forward_calls=num_steps + 1) | more
+
+
+def word_tokenizer(adds: str = "$A", **special: str) -> PreTrainedTokenizerFast:
+    """Words "w0" to "w19" behind the special tokens, which are ids 0, 1, ...; `adds`: what stands around a text."""
+    names = list(dict.fromkeys(special.values()))
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names + [f"w{i}" for i in range(20)])}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=adds, special_tokens=[(n, names.index(n)) for n in names]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

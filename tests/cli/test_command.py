@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import word_tokenizer
 
 from tokendrift_hf.cli import main
 from tokendrift_hf.models.loading import load_model, load_tokenizer
@@ -124,6 +125,18 @@ def test_a_prompt_begins_as_training_rows_do_without_a_bos(text_files, tmp_path,
     ids = torch.tensor([[eos, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     row = model.generate(ids, num_steps=2, max_length=16, seed=0)[0]
     assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
+
+
+def test_ids_that_the_tokenizer_lacks_are_left_out_of_the_text_and_counted(text_files, tmp_path):
+    """A model can have more ids than its tokenizer; here it has thousands, and the tokenizer 22."""
+    words, path = word_tokenizer(bos_token="<s>", eos_token="</s>"), tmp_path / "samples.jsonl"
+    words.save_pretrained(tmp_path / "words")
+    call = ["generate", str(text_files / "base"), "--tokenizer", str(tmp_path / "words"), "--num-samples", "3"]
+    assert main([*call, "--num-steps", "2", "--output", str(path)]) == 0
+    rows = load_model(str(text_files / "base")).generate(num_samples=3, num_steps=2, seed=0).tolist()
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [sample["num_left_out"] for sample in samples] == [sum(i >= len(words) for i in row) for row in rows]
+    assert [sample["text"] for sample in samples] == words.batch_decode([[i for i in r if i < 22] for r in rows])
 
 
 def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys):

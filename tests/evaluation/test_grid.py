@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import FIXTURES, tiny_model
+from toys import word_tokenizer
 
 import tokendrift_hf
 from tokendrift_hf import GenPPL
@@ -69,6 +70,16 @@ def test_a_record_names_the_dtype_of_the_network_and_of_the_judge(text_model, te
     )
     (record,) = harness.run([harness.cell("m", 1, 1.0, 0)])
     assert (record["dtype"], record["judge_dtype"]) == ("bfloat16", "float32")
+
+
+def test_a_cell_counts_ids_that_the_tokenizer_lacks(text_model, text_judge, tmp_path):
+    """The released DUO has one id more than its tokenizer; one such sample ended the run."""
+    words = word_tokenizer(bos_token="<s>", eos_token="</s>")
+    harness = Harness({"m": text_model[0]}, words, text_judge, tmp_path, Sampling(num_samples=8))
+    cell = harness.cell("m", 1, 1.0, 0)
+    (record,) = harness.run([cell])
+    rows, _ = harness.draw(cell)
+    assert record["num_left_out"] == sum(i >= len(words) for row in rows for i in row) > 0
 
 
 def test_models_of_different_vocabularies_are_refused(text_model, text_judge, tmp_path):

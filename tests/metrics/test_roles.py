@@ -6,26 +6,14 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
+from toys import word_tokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tokendrift_hf.metrics import GenPPL
 from tokendrift_hf.metrics.gen_ppl.gen_ppl import Judge, tokenize
 
 pytestmark = pytest.mark.filterwarnings("ignore:gen_ppl")
-
-WORDS = 20
-
-
-def word_tokenizer(adds: str = "$A", **special: str) -> PreTrainedTokenizerFast:
-    """Words "w0" to "w19" behind the special tokens, which are ids 0, 1, ...; `adds`: what stands around a text."""
-    names = list(dict.fromkeys(special.values()))
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names + [f"w{i}" for i in range(WORDS)])}))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=adds, special_tokens=[(n, names.index(n)) for n in names]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def judge_of(tokenizer) -> Judge:

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
+    from ..data.decoding import decode
     from ..data.packing import row_ends
     from ..models.loading import load_model, load_tokenizer
     from .watch import Watch
@@ -68,13 +69,18 @@ def run(options: argparse.Namespace) -> int:
     if options.watch:
         watch.end()
     start = 1 if options.prompt else 0
-    texts = tokenizer.batch_decode([row[start:n] for row, n in zip(output.sequences, output.lengths, strict=True)])
+    rows = [row[start:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
+    texts, num_left_out = decode(tokenizer, rows)
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
     record |= {name: value for name, value in output.settings.items() if value is not None}
     if options.output is None:
         print("\n\n".join(texts))
     else:
-        lines = [json.dumps({"text": text, "index": i} | record, ensure_ascii=False) for i, text in enumerate(texts)]
+        samples = [
+            {"text": text, "index": i, "num_left_out": n} | record
+            for i, (text, n) in enumerate(zip(texts, num_left_out, strict=True))
+        ]
+        lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{len(texts)} samples in {options.output}")

@@ -8,6 +8,8 @@ import time
 
 from transformers import PreTrainedTokenizerBase
 
+from ..data.decoding import decode
+
 CLEAR = "\x1b[2J\x1b[H"  # the screen, since the text may have any number of lines, and to its top
 
 
@@ -33,7 +35,7 @@ class Watch:
     def text(self, ids: list[int]) -> str:
         """Masks as blocks, and what is between them decoded in one piece, since a character can take several tokens."""
         runs = itertools.groupby(ids, lambda token: token == self.mask_id)
-        return "".join("░" * len(list(run)) if masked else self.tokenizer.decode(list(run)) for masked, run in runs)
+        return "".join("░" * len(list(run)) if masked else decode(self.tokenizer, [run])[0][0] for masked, run in runs)
 
     def end(self) -> None:
         """Make room for the finished text."""

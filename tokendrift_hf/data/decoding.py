@@ -1,0 +1,22 @@
+"""Token ids back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]) -> tuple[list[str], list[int]]:
+    """The text of every row of ids, and how many of its ids were left out because the tokenizer does not know them.
+
+    A model can have ids that its tokenizer lacks: the mask of MDLM, one more in the released DUO. `GenPPL`, in a file
+    that stands alone, reads samples by the same rule.
+    """
+    known = set(tokenizer.get_vocab().values())
+    kept, num_left_out = [], []
+    for row in rows:
+        ids = [int(token) for token in row]
+        kept.append([token for token in ids if token in known])
+        num_left_out.append(len(ids) - len(kept[-1]))
+    return tokenizer.batch_decode(kept, clean_up_tokenization_spaces=False), num_left_out
