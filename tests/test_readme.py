@@ -36,12 +36,12 @@ def test_every_folder_has_its_line():
 
 
 def test_quickstart_files_are_those_of_their_records():
-    """The sha256 in each training.json is that of the file beside it, and both weights together stay under 20 MB."""
+    """The sha256 in each training.json is that of the file beside it, and all weights together stay under 33 MB."""
     folder = Path(__file__).resolve().parents[1] / "recipes/quickstart"
     sizes = 0
-    for name in ("tokenizer", "judge", "base"):
+    for name in ("tokenizer", "judge", "base", "duo"):
         record = json.loads((folder / name / "training.json").read_text())
         for file, digest in record["sha256"].items():
             assert hashlib.sha256((folder / name / file).read_bytes()).hexdigest() == digest, f"{name}/{file}"
         sizes += sum(path.stat().st_size for path in (folder / name).glob("*.safetensors"))
-    assert sizes < 20e6
+    assert sizes < 33e6

@@ -1,13 +1,15 @@
-"""Rebuild everything in this folder from the documentation corpus: tokenizer, judge, base model.
+"""Rebuild everything in this folder from the documentation corpus: tokenizer, judge, the two models to refine.
 
     python recipes/quickstart/build.py tokenizer
     python recipes/quickstart/build.py judge
     python recipes/quickstart/build.py base
+    python recipes/quickstart/build.py duo
     python recipes/quickstart/build.py all
 
 Each stage writes one folder, with a `training.json` that holds its settings, validation figures and checksums. The base
-model takes over an hour of one CPU core (bfloat16 matrix units and a C++ compiler assumed), the judge half an
-hour. Checkpoints are kept in `.build` until a stage is done, so a stage that was stopped goes on where it was.
+model takes over an hour of one CPU core (bfloat16 matrix units and a C++ compiler assumed), the judge and DUO, which
+begins with the weights of the base, half an hour each. Checkpoints are kept in `.build` until a stage is done, so a
+stage that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
@@ -42,6 +45,13 @@ HERE = Path(__file__).resolve().parent
 EOS = "<|endoftext|>"
 VOCAB_SIZE = 4096  # the tokenizer's 4095 ids and the mask
 LENGTH = 128
+SIZES = dict(
+    hidden_size=256,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    max_position_embeddings=LENGTH,
+    attn_implementation="eager",  # the fused backward is slower than this at length 128 on a CPU
+)
 # The judge reads text that was decoded and encoded again, which can be longer than the block it came from.
 JUDGE_LENGTH = 256
 
@@ -100,31 +110,57 @@ def build_judge(folder: Path, options: argparse.Namespace) -> None:
 
 
 def build_base(folder: Path, options: argparse.Namespace) -> None:
-    """A masked diffusion model, trained on its NELBO with the stock `Trainer`: the model that TokenDrift refines."""
+    """A masked diffusion model (MDLM)."""
     from tokendrift_hf import MDLMConfig, MDLMForMaskedLM
-    from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess
 
+    config = MDLMConfig(
+        vocab_size=VOCAB_SIZE,
+        mask_token_id=VOCAB_SIZE - 1,
+        cond_dim=16,  # small: without time conditioning it carries a constant
+        **SIZES,
+        dropout=options.dropout,
+    )
+    train_diffusion(MDLMForMaskedLM, config, folder, options)
+
+
+def build_duo(folder: Path, options: argparse.Namespace) -> None:
+    """A uniform-state diffusion model (DUO) that begins with the weights of the masked one, to save hours.
+
+    It knows no mask, so its vocabulary is the tokenizer's, and it has to learn the time.
+    """
+    from tokendrift_hf import DUOConfig, DUOForMaskedLM, MDLMForMaskedLM
+
+    masked = MDLMForMaskedLM.from_pretrained(HERE / "base", dtype=torch.float32)
+    without_mask = {
+        name: weights[:-1] if len(weights) == VOCAB_SIZE else weights for name, weights in masked.state_dict().items()
+    }
+    config = DUOConfig(vocab_size=VOCAB_SIZE - 1, cond_dim=16, **SIZES, dropout=options.dropout)
+    train_diffusion(DUOForMaskedLM, config, folder, options, without_mask)
+
+
+def train_diffusion(
+    model_class: type,
+    config: PreTrainedConfig,
+    folder: Path,
+    options: argparse.Namespace,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """A diffusion model, trained on its NELBO with the stock `Trainer`: what TokenDrift refines.
+
+    `weights`: those to begin with; default: random ones.
+    """
     tokenizer = AutoTokenizer.from_pretrained(HERE / "tokenizer")
     parts = load_documentation()
     training, validation = (
-        pack_documents(parts[name], tokenizer, LENGTH, vocab_size=VOCAB_SIZE) for name in ("train", "validation")
+        pack_documents(parts[name], tokenizer, LENGTH, vocab_size=config.vocab_size) for name in ("train", "validation")
     )
-    config = MDLMConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        cond_dim=16,  # small: without time conditioning it carries a constant
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-        mask_token_id=VOCAB_SIZE - 1,
-        dropout=options.dropout,
-        attn_implementation="eager",  # the fused backward is slower than this at length 128 on a CPU
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     set_seed(options.seed)
-    collator = DiffusionCollator(AbsorbingProcess(config.vocab_size, config.mask_token_id), seed=options.seed)
-    train(MDLMForMaskedLM(config), tokenizer, collator, training, validation, folder, options)
+    model = model_class(config)
+    if weights is not None:
+        model.load_state_dict(weights)
+    collator = DiffusionCollator(model.process, seed=options.seed)
+    train(model, tokenizer, collator, training, validation, folder, options)
 
 
 def causal_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -235,13 +271,23 @@ STAGES = {
         dropout=0.0,
         compile=True,
     ),
+    "duo": dict(
+        steps=1600,
+        batch_size=32,
+        learning_rate=7e-4,
+        warmup_steps=100,
+        decay_steps=800,
+        weight_decay=0.05,
+        dropout=0.0,
+        compile=True,
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "judge", "base", "all"])
-    parser.add_argument("--steps", type=int, help="optimizer steps (judge and base have defaults of their own)")
+    parser.add_argument("stage", choices=["tokenizer", *STAGES, "all"])
+    parser.add_argument("--steps", type=int, help="optimizer steps (each model has its default)")
     parser.add_argument("--batch-size", type=int, help="rows per step")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--warmup-steps", type=int, help="steps of linear warmup")
@@ -255,14 +301,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    for stage in ["tokenizer", "judge", "base"] if given.stage == "all" else [given.stage]:
+    for stage in ["tokenizer", *STAGES] if given.stage == "all" else [given.stage]:
         if stage == "tokenizer":
             build_tokenizer(HERE / stage)
             continue
         options = argparse.Namespace(
             **vars(given) | {k: v for k, v in STAGES[stage].items() if getattr(given, k) is None}
         )
-        {"judge": build_judge, "base": build_base}[stage](HERE / stage, options)
+        {"judge": build_judge, "base": build_base, "duo": build_duo}[stage](HERE / stage, options)
 
 
 if __name__ == "__main__":
