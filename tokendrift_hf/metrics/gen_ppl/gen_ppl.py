@@ -53,8 +53,9 @@ Raises:
     ValueError: for no predictions, no judge, a judge without tokenizer, bad settings, too few texts for MAUVE.
     ImportError: for mauve_references without mauve-text.
 Examples:
+    >>> import evaluate
     >>> gen_ppl = evaluate.load("gen_ppl")
-    >>> gen_ppl.compute(predictions=texts, model_id="gpt2-large")["gen_ppl"]
+    >>> record = gen_ppl.compute(predictions=["It rained all day.", "The train left."], model_id="gpt2-large")
 """
 
 MODES = ("reference", "reference_padded", "first_document", "all_tokens")
