@@ -10,6 +10,8 @@ from pathlib import Path
 import yaml
 
 from tokendrift_hf.cli import main
+from tokendrift_hf.cli.command import build_parser
+from tokendrift_hf.cli.plan import plan_trainings
 from tokendrift_hf.cli.recipe import Recipe, read_recipe
 from tokendrift_hf.evaluation.sampling import Sampling
 from tokendrift_hf.training.drift_config import DriftConfig
@@ -48,7 +50,7 @@ def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
             continue
         if language == "yaml":
             (tmp_path / "shown.yaml").write_text(f"model: base\nuse_cpu: true\nsave_steps: 250\n{block}")
-            DriftConfig(**read_recipe(tmp_path / "shown.yaml", {})[1])
+            assert plan_trainings(*read_recipe(tmp_path / "shown.yaml", {}), tmp_path / "shown")
             continue
         for command in block.replace("\\\n", " ").splitlines():
             program, task, *words = shlex.split(command)
@@ -75,6 +77,8 @@ def test_every_recipe_and_field_of_the_guide_exists():
     listed = set(re.findall(r"`(\w+\.yaml)`", GUIDE.split("## 1.")[0]))
     assert listed == {path.name for path in RECIPES.glob("*.yaml")}
     known = {f.metadata.get("option", f.name) for cls in (Recipe, Sampling, DriftConfig) for f in fields(cls)}
+    tasks = next(action for action in build_parser()._actions if action.dest == "task").choices.values()
+    known |= {word.lstrip("-") for task in tasks for action in task._actions for word in action.option_strings}
     flags = {name for name in re.findall(r"--([a-z]+_\w+)", GUIDE)} - {"main_process_ip", "main_process_port"}
     launcher = {"config_file", "num_processes", "num_machines", "machine_rank"}
     assert flags - launcher <= known, flags - launcher - known

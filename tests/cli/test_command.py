@@ -29,7 +29,8 @@ per_device_train_batch_size: 4
 queue_size: 8
 logging_steps: 1
 save_steps: 1
-continuation: true
+trainings: {TokenDrift: {}, continuation: {objective: none, base_loss_weight: 1}}
+match_entropy: [all]
 num_steps: [1, 2]
 num_seeds: 2
 num_samples: 3
@@ -60,11 +61,8 @@ def test_train_writes_models_table_plot_and_results(recipe, tmp_path, capsys):
     assert main(["train", recipe, "--output_dir", str(out)]) == 0
     results = json.loads((out / "results.json").read_text())
     labels = {(row["model"], row["num_steps"]) for row in results["rows"]}
-    assert labels == {
-        (name, steps)
-        for name in ("base", "continuation", "TokenDrift", "base at equal entropy (TokenDrift)")
-        for steps in (1, 2)
-    }
+    matched = [f"base at equal entropy ({label})" for label in ("TokenDrift", "continuation")]
+    assert labels == {(name, steps) for name in ("base", "TokenDrift", "continuation", *matched) for steps in (1, 2)}
     assert all(row["num_seeds"] == 2 and row["gen_ppl"] > 1 for row in results["rows"])
     assert results["real_text"]["gen_ppl"] > 1
     assert results["training"]["TokenDrift"]["eval_loss"] != results["training"]["TokenDrift"]["eval_loss_before"]

@@ -43,7 +43,7 @@ def _write(tmp_path, text):
         ("model: x\nnum_steps: [4, 0]", "num_steps=.*at least 1"),
         ("model: x\nsampling_temperatures: [1, -1]", "sampling_temperatures=.*at least 0"),
         ("model: x\nsampling_temperatures: []", "sampling_temperatures=.*one or more"),
-        ("model: x\njudge: x\nsampling_temperatures: [0, 0.9]", "Add 1 to them, or set match_entropy: false"),
+        ("model: x\njudge: x\nsampling_temperatures: [0, 0.9]", r"Add 1 to them, or set match_entropy: \[\]"),
         ("model: x\nrevision: 1234567", "revision must be str | null, but it is 1234567"),
         ("model: x\nnum_samples: 0", "num_samples=0: it must be a whole number of at least 1"),
         ("model: x\nblock_size: 1", "block_size=1"),

@@ -16,8 +16,8 @@ import torch
 
 from tokendrift_hf.cli import main
 from tokendrift_hf.cli.budget import budget
-from tokendrift_hf.cli.plan import accumulated, trainings
-from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.cli.plan import labels_to_match, plan_trainings
+from tokendrift_hf.cli.recipe import Recipe, read_recipe
 from tokendrift_hf.cli.train import field_flags
 from tokendrift_hf.training.drift_config import DriftConfig
 
@@ -52,19 +52,22 @@ def test_two_steps_of_every_recipe(name, stand_ins, text_files, tmp_path, capsys
         words += [f"--{split}", "train"] if getattr(recipe, split) else []
     assert main(["train", str(RECIPES / f"{name}.yaml"), *words]) == 0
     output = capsys.readouterr().out
-    planned = trainings(recipe, arguments | {"use_cpu": True, "bf16": False}, tmp_path / "plan")
+    planned = plan_trainings(recipe, arguments | {"use_cpu": True, "bf16": False}, tmp_path / "plan")
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert list(results["training"]) == [training.label for training in planned]
     for training in planned:
         assert f"{training.label}: 2 steps" in output
         assert results["training"][training.label]["log_history"][-1]["step"] == 2
         folder = tmp_path / "run" / Path(training.config.output_dir).name
-        assert (folder / ("adapter_config.json" if recipe.lora else "config.json")).exists() or training != planned[0]
+        adapters = training.recipe.lora is not None
+        assert (folder / ("adapter_config.json" if adapters else "config.json")).exists()
     batch = 4 if recipe.global_batch_size else 2
     assert f"Global batch {batch} = 2 rows a device x {batch // 2} accumulated x 1 processes" in output
     assert re.search(r"Memory of a device: [\d.]+ GiB .*\nTime: [\d.]+ TFLOP a step", output)
     if recipe.judge:
         assert {row["model"] for row in results["rows"]} >= {"base", *results["training"]}
+        matched = [row["matched_to"] for row in results["rows"] if row["matched_to"]]
+        assert matched == labels_to_match(recipe, planned)
 
 
 @pytest.mark.parametrize("name", ["mdlm_owt", "duo_owt"])
@@ -101,10 +104,11 @@ def test_every_row_of_the_papers_tables_is_one_command(number, row):
 
 
 @pytest.mark.parametrize(("processes", "steps"), [(1, 256), (4, 64), (8, 32), (16, 16)])
-def test_accumulation_follows_from_the_number_of_processes(processes, steps, monkeypatch):
+def test_accumulation_follows_from_the_number_of_processes(processes, steps, monkeypatch, tmp_path):
     monkeypatch.setattr(DriftConfig, "world_size", property(lambda self: processes))
-    _, arguments = read_recipe(RECIPES / "mdlm_owt.yaml", {"use_cpu": "true", "bf16": "false"})
-    assert accumulated(arguments, 512)["gradient_accumulation_steps"] == steps
+    recipe, arguments = read_recipe(RECIPES / "mdlm_owt.yaml", {"use_cpu": "true", "bf16": "false"})
+    (training,) = plan_trainings(recipe, arguments, tmp_path)
+    assert training.config.gradient_accumulation_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -112,9 +116,22 @@ def test_accumulation_follows_from_the_number_of_processes(processes, steps, mon
     [
         ({"global_batch_size": "7"}, "global_batch_size=7 is not a multiple of 2"),
         ({"gradient_accumulation_steps": "2"}, "two ways to say one thing"),
-        ({"continuation": "true", "objective": "none", "base_loss_weight": "1"}, "the same training twice"),
-        ({"full_refinement": "{}"}, "no lora"),
-        ({"lora": "{}", "full_refinement": "{learning_rte: 1}"}, "learning_rte.*no fields of DriftConfig"),
+        ({"continuation": "true"}, "Write instead: trainings: .*continuation: .objective: none"),
+        ({"full_refinement": "{}"}, "Write instead: trainings: .*lora"),
+        ({"trainings": "{a: {learning_rte: 1}}"}, "training 'a': there is no field 'learning_rte' of one training"),
+        ({"trainings": "{a: {dataset: x}}"}, "no field 'dataset' of one training"),
+        ({"trainings": "{a: {learning_rate: fast}}"}, "training 'a': learning_rate must be float"),
+        ({"trainings": "{a: {output_dir: x}}"}, "output_dir is a matter of the whole run"),
+        ({"trainings": "{base: {}}"}, "cannot be called 'base'"),
+        ({"trainings": "{x: {}, '..': {}}"}, "cannot be called '..'"),
+        ({"trainings": "{x: {}, a b: {}, a_b: {}}"}, "'a_b' would lie in a_b"),
+        ({"trainings": "{x: {}, Refined: {}}"}, "'Refined' would lie in Refined"),
+        ({"trainings": "{x: {}, cells: {}}"}, "'cells' would lie in cells"),
+        ({"trainings": "{x: }"}, "Write 'label: .field: value.'"),
+        ({"trainings": "{}"}, "trainings has no training"),
+        ({"trainings": "[x]"}, "trainings must be"),
+        ({"encoder": "base"}, "there is no lora"),
+        ({"trainings": "{a: {gradient_accumulation_steps: 2}}"}, "two ways to say one thing"),
         ({"push_to_hub": "true"}, "push_to_hub needs the name of the repository"),
         ({"lora": "{targets: all}"}, "targets='all' is not known"),
         ({"dropout": "1.0"}, "dropout=1.0"),
@@ -124,7 +141,53 @@ def test_accumulation_follows_from_the_number_of_processes(processes, steps, mon
 def test_contradictions_are_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         recipe, arguments = read_recipe(RECIPES / "mdlm_owt.yaml", {"use_cpu": "true", "bf16": "false"} | change)
-        trainings(recipe, arguments, tmp_path)
+        plan_trainings(recipe, arguments, tmp_path)
+
+
+def test_a_training_has_the_fields_of_the_recipe_but_for_its_own(tmp_path):
+    """Numbers are read as numbers, paths beside the recipe are found, adapters are one training's own."""
+    (tmp_path / "phi").mkdir()
+    path = tmp_path / "recipe.yaml"
+    path.write_text("""
+model: x
+learning_rate: 1e-5
+push_to_hub: true
+hub_model_id: me/x
+use_cpu: true
+global_batch_size: 16
+match_entropy: [all]
+trainings:
+  TokenDrift: {}
+  small steps: {learning_rate: 1e-6, encoder: phi, dropout: 0.5, seed: 1}
+  LoRA (r 4): {lora: {r: 4}, encoder: base, global_batch_size: 8}
+""")
+    recipe, arguments = read_recipe(path, {})
+    main, small, lora = planned = plan_trainings(recipe, arguments, tmp_path / "out")
+    assert labels_to_match(recipe, planned) == ["TokenDrift", "small steps", "LoRA (r 4)"]
+    assert [training.folder.name for training in planned] == ["refined", "small_steps", "LoRA_r_4"]
+    assert [training.config.learning_rate for training in planned] == [1e-5, 1e-6, 1e-5]
+    assert [training.config.seed for training in planned] == [42, 1, 42]
+    assert [training.recipe.encoder for training in planned] == [None, str(tmp_path / "phi"), "base"]
+    assert [training.recipe.dropout for training in planned] == [None, 0.5, None]
+    assert [training.config.gradient_accumulation_steps for training in planned] == [2, 2, 1]
+    assert [training.config.push_to_hub for training in planned] == [True, False, False], "the main one is published"
+    assert main.peft_config is None
+    assert small.peft_config is None
+    assert lora.peft_config.r == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lora", "label"),
+    [
+        ({}, None, "TokenDrift"),
+        ({}, {}, "TokenDrift (LoRA)"),
+        ({"objective": "none", "base_loss_weight": 1.0}, None, "continuation"),
+    ],
+)
+def test_a_recipe_without_trainings_describes_one(arguments, lora, label, tmp_path):
+    (training,) = plan_trainings(Recipe("x", lora=lora), arguments | {"use_cpu": True}, tmp_path)
+    assert training.label == label
+    assert training.folder == tmp_path / "refined"
 
 
 def test_cost_of_the_released_size():

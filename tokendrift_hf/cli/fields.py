@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import re
 import textwrap
 import types
@@ -12,8 +13,50 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
+import yaml
+
+_MOST_VALUES = 10_000  # in one recipe
 # YAML 1.1 reads 1e-4 as text, but everybody means the number.
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as it is meant: a name that is there twice is a mistake."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise yaml.constructor.ConstructorError(None, None, f"{sorted(twice)[0]} is there twice", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(text: str, where: str):
+    """The value of a YAML text, all of plain dicts, lists and scalars; `where` names its place in messages.
+
+    Raises:
+        ValueError: no YAML; values that hold themselves; NaN.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where} is not valid YAML: {reason or type(error).__name__}") from error
+    count, todo = 0, [value]
+    while todo:
+        part, count = todo.pop(), count + 1
+        if count > _MOST_VALUES:  # aliases can make much, or something endless, of little
+            raise ValueError(f"{where} holds itself, or more than {_MOST_VALUES:,} values. No field needs that.")
+        if isinstance(part, dict):
+            todo += [*part, *part.values()]
+        elif isinstance(part, (list, tuple, set)):
+            todo += part
+        elif isinstance(part, float) and math.isnan(part):
+            raise ValueError(f"{where} has a value that is not a number (nan). Give a number, or leave the field out.")
+    return value
 
 
 def read_as(value, kind, flag: str | None = None):

@@ -1,8 +1,10 @@
-"""The plan of a run: which trainings a recipe asks for, and their settings on this many devices."""
+"""The plan of a run: its trainings, and their settings on this many devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +15,11 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-BASE, CONTINUATION, REFINED, LORA = "base", "continuation", "TokenDrift", "TokenDrift (LoRA)"
-FOLDERS = {CONTINUATION: "continuation", REFINED: "refined", LORA: "refined"}
+BASE, REAL_TEXT, ALL = "base", "real text", "all"  # what no training may be called
+MAIN_FOLDER = "refined"
+FILES = ("cells", "results.json", "table.md", "plot.png")  # that a run has beside its trainings
+# What is one training's alone to say: where it lies and what is published follows from its place in the run.
+OF_THE_RUN = ("output_dir", "push_to_hub", "hub_model_id", "hub_token", "use_cpu")
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,13 @@ class Training:
 
     Attributes:
         label: its line in the table.
+        recipe: the recipe, with the fields that this training has of its own.
         config: its arguments; `output_dir` is its folder.
         peft_config: the adapters to train; None: all weights.
     """
 
     label: str
+    recipe: Recipe
     config: DriftConfig
     peft_config: LoraConfig | None
 
@@ -37,49 +44,69 @@ class Training:
         return Path(self.config.output_dir)
 
 
-def trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
-    """The trainings of a recipe; the first is the one that it is about.
+def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
+    """The trainings of a recipe. The first is the one that it is about.
 
     Args:
-        recipe: asks for a matched continuation (`continuation`) and, with `lora`, for the same refinement of all
-            weights (`full_refinement`).
-        arguments: fields of `DriftConfig`.
+        recipe: with `trainings`, or without for the one that its other fields describe.
+        arguments: fields of `DriftConfig` that all trainings share, but for those that differ.
         folder: where each training gets a folder of its own.
 
     Raises:
-        ValueError: wrong arguments; comparisons that make no sense; a global batch that the devices cannot share out; a
-            push without the name of a repository.
+        ValueError: wrong arguments; labels or fields that a training cannot have; a global batch that the devices
+            cannot share out; a push without the name of a repository.
     """
-    arguments = accumulated(arguments, recipe.global_batch_size)
-    continued = arguments.get("objective") == "none"
-    if continued and recipe.continuation:
-        raise ValueError(
-            "continuation: true beside objective: none would do the same training twice. Drop one of them."
-        )
-    if recipe.full_refinement is not None and recipe.lora is None:
-        raise ValueError("full_refinement compares with lora, but the recipe has no lora: the run refines all weights.")
-    unknown = set(recipe.full_refinement or ()) - {f.name for f in fields(DriftConfig)}
-    if unknown:
-        raise ValueError(f"full_refinement has {sorted(unknown)}, which are no fields of DriftConfig.")
     if arguments.get("push_to_hub") and not arguments.get("hub_model_id"):
         raise ValueError("push_to_hub needs the name of the repository: hub_model_id, such as me/mdlm-tokendrift.")
-
-    def training(label: str, folder: Path, lora: dict | None, **changes) -> Training:
-        config = DriftConfig(**arguments | changes | {"output_dir": str(folder)})
-        return Training(label, config, None if lora is None else lora_config(**lora))
-
-    label = CONTINUATION if continued else REFINED if recipe.lora is None else LORA
-    planned = [training(label, folder / FOLDERS[label], recipe.lora)]
-    if recipe.full_refinement is not None:
-        changes = recipe.full_refinement | {"push_to_hub": False}
-        planned.append(training(REFINED, folder / "refined_full", None, **changes))
-    if recipe.continuation:
-        changes = {"objective": "none", "base_loss_weight": 1.0, "push_to_hub": False}
-        planned.append(training(CONTINUATION, folder / FOLDERS[CONTINUATION], recipe.lora, **changes))
+    asked = recipe.trainings or {_default_label(recipe, arguments): {}}
+    places = dict(zip(asked, [MAIN_FOLDER, *map(_folder_name, list(asked)[1:])], strict=True))
+    planned = []
+    for label, changes in asked.items():
+        _check(label, changes, places)
+        own = {f.name for f in fields(Recipe)} & changes.keys()
+        variant = replace(recipe, trainings=None, **{name: changes[name] for name in own})
+        settings = arguments | {name: value for name, value in changes.items() if name not in own}
+        if planned:
+            settings["push_to_hub"] = False
+        settings = _accumulated(settings, variant.global_batch_size)
+        config = DriftConfig(**settings | {"output_dir": str(folder / places[label])})
+        if variant.encoder == "base" and variant.lora is None:
+            raise ValueError(
+                f"training {label!r}: encoder: base is the model with its adapters off, but there is no lora. Leave "
+                "encoder out: the default is a copy of the model."
+            )
+        planned.append(Training(label, variant, config, None if variant.lora is None else lora_config(**variant.lora)))
     return planned
 
 
-def accumulated(arguments: dict, global_batch_size: int | None) -> dict:
+def labels_to_match(recipe: Recipe, trainings: Sequence[Training]) -> list[str]:
+    """The labels of the trainings whose entropy the base is also sampled at."""
+    if recipe.match_entropy is None:
+        return [trainings[0].label]
+    return [training.label for training in trainings] if recipe.match_entropy == [ALL] else recipe.match_entropy
+
+
+def _default_label(recipe: Recipe, arguments: dict) -> str:
+    if arguments.get("objective") == "none":
+        return "continuation"
+    return "TokenDrift" if recipe.lora is None else "TokenDrift (LoRA)"
+
+
+def _folder_name(label: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", label).strip("._")
+
+
+def _check(label: str, changes: dict, places: dict[str, str]) -> None:
+    if label in (BASE, REAL_TEXT, ALL) or not label.isprintable() or not places[label]:
+        raise ValueError(f"A training cannot be called {label!r}. Take a label of letters and digits of its own.")
+    taken = [*FILES, *list(places.values())[: list(places).index(label)]]
+    if places[label].lower() in map(str.lower, taken):
+        raise ValueError(f"The training {label!r} would lie in {places[label]}, where something else lies. Rename it.")
+    if forbidden := sorted(changes.keys() & set(OF_THE_RUN)):
+        raise ValueError(f"training {label!r}: {forbidden[0]} is a matter of the whole run. Give it beside trainings.")
+
+
+def _accumulated(arguments: dict, global_batch_size: int | None) -> dict:
     """`arguments` with the gradient accumulation that makes the global batch on the devices of this launch.
 
     Raises:

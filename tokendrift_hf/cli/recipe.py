@@ -3,68 +3,131 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..evaluation.sampling import Sampling, option
-from .fields import is_of, read_as, type_name
+from .fields import is_of, read_as, read_yaml, type_name
+
+# Fields of earlier versions, and what to write instead.
+FORMER = {
+    "continuation": "trainings: {TokenDrift: {}, continuation: {objective: none, base_loss_weight: 1}}",
+    "full_refinement": "trainings: {TokenDrift (LoRA): {lora: {r: 8}}, TokenDrift: {learning_rate: 5e-5}}",
+}
 
 
 @dataclass
 class Recipe:
-    """The fields of a recipe that are not fields of `DriftConfig`. Paths are relative to the recipe file."""
+    """The fields of a recipe that are not fields of `DriftConfig`. Paths are relative to the recipe file.
 
-    model: str = field(metadata={"help": "Checkpoint to refine: a directory or a hub id."})
-    revision: str | None = field(default=None, metadata={"help": "Revision of a hub checkpoint."})
+    The metadata of a field says whether it `decides_weights` that a training gives, and whether it may be given to one
+    training alone (`of_training`).
+
+    Raises:
+        ValueError: values that make no sense, alone or together.
+    """
+
+    model: str = field(
+        metadata={"decides_weights": True, "help": "Checkpoint to refine: a directory or a hub id."},
+    )
+    revision: str | None = field(
+        default=None, metadata={"decides_weights": True, "help": "Revision of a hub checkpoint."}
+    )
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not beside the model."})
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
-    dropout: float | None = field(default=None, metadata={"help": "Dropout while training; default: the model's own."})
+    dropout: float | None = field(
+        default=None,
+        metadata={
+            "decides_weights": True,
+            "of_training": True,
+            "help": "Dropout while training; default: the model's own.",
+        },
+    )
 
     dataset: str = field(
         default="documentation",
-        metadata={"help": "documentation, openwebtext, a text/jsonl/parquet file or directory, or a hub data set."},
+        metadata={
+            "decides_weights": True,
+            "help": "documentation, openwebtext, a text/jsonl/parquet file or directory, or a hub data set.",
+        },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    dataset_revision: str | None = field(default=None, metadata={"help": "Revision of a hub data set."})
-    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    dataset_config: str | None = field(
+        default=None, metadata={"decides_weights": True, "help": "Configuration of a hub data set."}
+    )
+    dataset_revision: str | None = field(
+        default=None, metadata={"decides_weights": True, "help": "Revision of a hub data set."}
+    )
+    text_column: str = field(default="text", metadata={"decides_weights": True, "help": "Column that holds the text."})
     prompt_column: str | None = field(
-        default=None, metadata={"help": "Column with prompts, for which text_column holds the completions."}
+        default=None,
+        metadata={
+            "decides_weights": True,
+            "help": "Column with prompts, for which text_column holds the completions.",
+        },
     )
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    train_split: str = field(default="train", metadata={"decides_weights": True, "help": "Split to train on."})
     validation_split: str | None = field(default=None, metadata={"help": "Split for eval_loss (the NELBO)."})
     reference_split: str | None = field(default=None, metadata={"help": "Split of real text: the table's end point."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens in a row; default: the model's length."})
-    wrap: bool = field(
-        default=True, metadata={"help": "Documents flow on from row to row; false: a document a row, cut or padded."}
+    block_size: int | None = field(
+        default=None, metadata={"decides_weights": True, "help": "Tokens in a row; default: the model's length."}
     )
-    insert_eos: bool = field(default=True, metadata={"help": "End every document with eos before wrapping."})
-    streaming: bool = field(default=False, metadata={"help": "Read the training text as it is needed."})
+    wrap: bool = field(
+        default=True,
+        metadata={
+            "decides_weights": True,
+            "help": "Documents flow on from row to row; false: a document a row, cut or padded.",
+        },
+    )
+    insert_eos: bool = field(
+        default=True, metadata={"decides_weights": True, "help": "End every document with eos before wrapping."}
+    )
+    streaming: bool = field(
+        default=False, metadata={"decides_weights": True, "help": "Read the training text as it is needed."}
+    )
 
     global_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Rows an optimizer step, over all devices; gradient accumulation is worked out from it."},
+        metadata={
+            "of_training": True,
+            "help": "Rows an optimizer step, over all devices; gradient accumulation is worked out from it.",
+        },
     )
     encoder: str | None = field(
-        default=None, metadata={"help": "Frozen encoder; default: a copy of the model; base: the model under LoRA."}
+        default=None,
+        metadata={
+            "decides_weights": True,
+            "of_training": True,
+            "help": "Frozen encoder; default: a copy of the model; base: the model under LoRA.",
+        },
     )
     lora: dict | None = field(
         default=None,
-        metadata={"help": "Train adapters: {targets: attention or linear, r, alpha, and fields of peft's LoraConfig}."},
+        metadata={
+            "decides_weights": True,
+            "of_training": True,
+            "help": "Train adapters: {targets: attention or linear, r, alpha, and fields of peft's LoraConfig}.",
+        },
     )
-    full_refinement: dict | None = field(
+    trainings: dict[str, dict] | None = field(
         default=None,
-        metadata={"help": "With lora: also refine all weights; the value holds fields that differ, or is {}."},
+        metadata={
+            "help": "Label: the fields that differ, for every training of the run, such as {TokenDrift: {}, "
+            "continuation: {objective: none, base_loss_weight: 1}}. They are fields of DriftConfig, or lora, "
+            "encoder, dropout, global_batch_size. The first training is what the run is about. Default: one with the "
+            "recipe's own fields."
+        },
     )
-    continuation: bool = field(default=False, metadata={"help": "Also train the matched continuation baseline."})
 
     judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
-    match_entropy: bool = field(
-        default=True,
-        metadata={"help": "Add the base model at the temperature that gives the refined model's entropy."},
+    match_entropy: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Labels of trainings: also sample the base at the temperatures that give it their entropy. "
+            "Default: the first; [all]: all of them; []: none."
+        },
     )
     sampling: Sampling = field(default_factory=Sampling)  # whose fields a recipe has beside these
 
@@ -77,15 +140,17 @@ class Recipe:
             raise ValueError(
                 "streaming: true reads training text only: leave out prompt_column, validation_split, reference_split."
             )
-        if self.judge is not None and self.match_entropy and 1 not in self.sampling.temperatures:
+        if self.judge is not None and self.match_entropy != [] and 1 not in self.sampling.temperatures:
             raise ValueError(
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
-                f"{self.sampling.temperatures}. Add 1 to them, or set match_entropy: false."
+                f"{self.sampling.temperatures}. Add 1 to them, or set match_entropy: []."
             )
         if self.reference_split is not None and self.sampling.num_samples < 2:
             raise ValueError("num_samples=1: the line of real text has as many rows, and its NELBO needs at least 2.")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
+        if self.trainings is not None and not self.trainings:
+            raise ValueError("trainings has no training. Give at least one, or leave the field out.")
 
 
 def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str, Any]]:
@@ -95,43 +160,86 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         ValueError: no such file, no mapping in it, a field that is unknown or of the wrong type.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"There is no recipe {path}. Give a YAML file, e.g. recipes/quickstart.yaml.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold fields, one 'name: value' a line; found {type(values).__name__}.")
-    try:
-        values |= {name: yaml.safe_load(value) for name, value in overrides.items()}
-    except yaml.YAMLError as error:
-        raise ValueError(f"A flag is not valid YAML: {error}") from error
+    values |= {name: read_yaml(value, f"--{name}") for name, value in overrides.items()}
+    known = _known_fields()
+    values = _read_fields(values, known, str(path), overrides)
+    of_training = {name: place for name, place in known.items() if place.of_training}
+    for label, changes in (values.get("trainings") or {}).items():
+        if not isinstance(label, str) or not isinstance(changes, dict):
+            raise ValueError(f"{path}: trainings has {label!r}: {changes!r}. Write 'label: {{field: value}}'.")
+        values["trainings"][label] = _read_fields(changes, of_training, f"{path}, training {label!r}")
+    if "model" not in values:
+        raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
+    values_of: dict[type | None, dict[str, Any]] = {Recipe: {}, Sampling: {}, None: {}}
+    for name, value in values.items():
+        values_of[known[name].cls][known[name].name] = value
+    recipe = Recipe(**values_of[Recipe], sampling=Sampling(**values_of[Sampling]))
+    for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
+        setattr(recipe, name, _located(name, getattr(recipe, name), path.parent))
+    for changes in (recipe.trainings or {}).values():
+        if "encoder" in changes:
+            changes["encoder"] = _located("encoder", changes["encoder"], path.parent)
+    return recipe, values_of[None]
 
+
+def _located(name: str, value: str | None, folder: Path) -> str | None:
+    """The path of something that lies beside the recipe; a hub id and the like stay what they are."""
+    if value is None or (name, value) == ("encoder", "base"):
+        return value
+    try:
+        return str(folder / value) if (folder / value).exists() else value
+    except OSError:  # no name of a file at all
+        return value
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a field of a recipe belongs: its class (None: DriftConfig), its name in it, its type."""
+
+    cls: type | None
+    name: str
+    kind: Any
+    of_training: bool
+
+
+@functools.cache
+def _known_fields() -> dict[str, _Place]:
     from ..training.drift_config import DriftConfig
 
-    # Where a field belongs: its class, its name in it, its type.
-    homes = {}
+    known = {}
     for cls in (DriftConfig, Sampling, Recipe):
         kinds = typing.get_type_hints(cls)
-        homes |= {option(f): (cls, f.name, kinds[f.name]) for f in fields(cls) if f.init and f.type != "Sampling"}
-    values_of: dict[type, dict[str, Any]] = {DriftConfig: {}, Sampling: {}, Recipe: {}}
+        for f in fields(cls):
+            if f.init and kinds[f.name] is not Sampling:
+                own = None if cls is DriftConfig else cls
+                known[option(f)] = _Place(own, f.name, kinds[f.name], own is None or "of_training" in f.metadata)
+    return known
+
+
+def _read_fields(
+    values: dict, known: dict[str, _Place], where: str, words: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Values from YAML, each read as the type of its field; `words`: what stood on the command line."""
+    read = {}
     for name, value in values.items():
-        if name not in homes:
-            close = difflib.get_close_matches(name, homes, n=3)
+        if name in FORMER:
+            raise ValueError(f"{where}: {name} is no field any more. Write instead: {FORMER[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=3)
             raise ValueError(
-                f"{path}: there is no field {name!r}."
+                f"{where}: there is no field {name!r}{'' if known is _known_fields() else ' of one training'}."
                 + (f" Did you mean {' or '.join(close)}?" if close else "")
                 + " tokendrift train --help lists them."
             )
-        cls, own_name, kind = homes[name]
-        values_of[cls][own_name] = value = read_as(value, kind, overrides.get(name))
+        kind = known[name].kind
+        read[name] = value = read_as(value, kind, (words or {}).get(name))
         if not is_of(value, kind):
-            raise ValueError(f"{path}: {name} must be {type_name(kind)}, but it is {value!r}.")
-    if "model" not in values:
-        raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
-    recipe = Recipe(**values_of[Recipe], sampling=Sampling(**values_of[Sampling]))
-    for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
-        value = getattr(recipe, name)
-        if (name, value) != ("encoder", "base") and value is not None and (path.parent / value).exists():
-            setattr(recipe, name, str(path.parent / value))
-    return recipe, values_of[DriftConfig]
+            raise ValueError(f"{where}: {name} must be {type_name(kind)}, but it is {value!r}.")
+    return read

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import load_text, pack_documents
 from ..data.prompts import pack_prompts
-from ..evaluation.comparison import Comparison, evaluate_models
+from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
 from ..evaluation.report import write_report
 from ..files import write_json
@@ -29,7 +29,7 @@ from ..training.drift_config import recorded_settings
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
 from .budget import budget, describe, matmul_rate
-from .plan import BASE, CONTINUATION, LORA, REFINED, Training, trainings
+from .plan import BASE, Training, labels_to_match, plan_trainings
 from .recipe import Recipe
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
@@ -105,8 +105,10 @@ class Run:
         arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
         folder = Path(arguments.get("output_dir") or "out")
         _refuse_other_content(folder, resume)
-        planned = trainings(recipe, arguments, folder)
-        config = planned[0].config
+        trainings = plan_trainings(recipe, arguments, folder)
+        labels = [training.label for training in trainings]
+        check_matches(labels_to_match(recipe, trainings), BASE, [BASE, *labels], recipe.sampling.temperatures)
+        config = trainings[0].config
         PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
         base = _load(recipe)
         tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
@@ -129,7 +131,7 @@ class Run:
                 )
                 if split is not None
             }
-        return cls(recipe, arguments, folder, planned, base, tokenizer, splits, judge)
+        return cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge)
 
     @property
     def main(self) -> Training:
@@ -140,18 +142,17 @@ class Run:
 
     def build_trainer(self, training: Training) -> DriftTrainer:
         """The trainer of one training, at its start."""
-        shared = self.recipe.encoder == "base"
         trainer = DriftTrainer(
-            _load(self.recipe),
+            _load(training.recipe),
             training.config,
-            encoder=None if shared and training.peft_config is None else self.recipe.encoder,
+            encoder=training.recipe.encoder,
             peft_config=training.peft_config,
             train_dataset=self.splits["train"],
             eval_dataset=self.splits.get("validation"),
             processing_class=self.tokenizer,
         )
-        fields = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap"
-        data = {name: getattr(self.recipe, name) for name in [*fields.split(), "insert_eos"]}
+        names = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap"
+        data = {name: getattr(self.recipe, name) for name in [*names.split(), "insert_eos"]}
         trainer.card.describe_data({name: value for name, value in data.items() if value is not None})
         return trainer
 
@@ -159,8 +160,7 @@ class Run:
         """What a training is, the batch, the memory and the time that it will take, in a line each."""
         config, rows = training.config, self.splits["train"]
         length = self.recipe.block_size or self.base.config.max_position_embeddings
-        copied = not (self.recipe.encoder == "base" and training.peft_config is not None)
-        cost = budget(trainer.model, config, length, encoder_copy=copied)
+        cost = budget(trainer.model, config, length, encoder_copy=training.recipe.encoder != "base")
         batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
         num_steps = config.max_steps
         if num_steps <= 0 and isinstance(rows, Dataset):
@@ -207,17 +207,16 @@ class Run:
     def load_trained(self, training: Training) -> PreTrainedModel:
         """The model that a training left."""
         if training.peft_config is None:
-            return _load(self.recipe, str(training.folder))
+            return _load(training.recipe, str(training.folder))
         # Adapters go into the recipe's base: once pushed, they no longer say where it lies.
-        return merge_adapter(_load(self.recipe), str(training.folder))
+        return merge_adapter(_load(training.recipe), str(training.folder))
 
     def _settings(self, training: Training) -> dict:
         """What decides the weights that a training gives, however many devices share its batches."""
         config = training.config
-        names = "model revision dropout encoder lora dataset dataset_config dataset_revision text_column prompt_column"
-        names = [*names.split(), "train_split", "block_size", "wrap", "insert_eos", "streaming"]
         settings = recorded_settings(config, config.world_size)
-        settings |= {name: getattr(self.recipe, name) for name in names}
+        names = [f.name for f in fields(Recipe) if "decides_weights" in f.metadata]
+        settings |= {name: getattr(training.recipe, name) for name in names}
         settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
         settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
         for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
@@ -232,9 +231,8 @@ class Run:
         """Sample and score the base and every trained model."""
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
         config, sampling = self.main.config, self.recipe.sampling
-        order = [label for label in (BASE, CONTINUATION, REFINED, LORA) if label in models]
         harness = Harness(
-            {label: models[label].to(config.device) for label in order},
+            {label: model.to(config.device) for label, model in models.items()},
             self.tokenizer,
             self.judge,
             self.folder / "cells",
@@ -244,7 +242,7 @@ class Run:
         return evaluate_models(
             harness,
             text=None if text is None else text[: sampling.num_samples]["input_ids"],
-            match_entropy=[self.main.label] if self.recipe.match_entropy else [],
+            match_entropy=labels_to_match(self.recipe, self.trainings),
         )
 
     def write_card(self, facts: dict, comparison: Comparison | None) -> None:
@@ -260,7 +258,7 @@ class Run:
     def rehearse(self) -> dict:
         """Build the main trainer, say what it would cost and which files a push would upload, and leave nothing."""
         with tempfile.TemporaryDirectory() as scratch:
-            (main, *_) = trainings(self.recipe, self.arguments | {"push_to_hub": False}, Path(scratch))
+            (main, *_) = plan_trainings(self.recipe, self.arguments | {"push_to_hub": False}, Path(scratch))
             trainer = self.build_trainer(main)
             trainer.save_model()
             write_json(main.folder / SETTINGS, self._settings(main))
