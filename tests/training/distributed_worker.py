@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -70,6 +71,26 @@ def sharded_gradients() -> dict[str, float]:
     return errors
 
 
+def evaluated() -> list[dict]:
+    """The loss of 1 to 9 rows under every way to share them out. A process that waits for the other for ever ends."""
+    found = []
+    signal.alarm(120)
+    for split_batches in (False, True):
+        for even_batches in (False, True):
+            sharing = {"split_batches": split_batches, "even_batches": even_batches}
+            trainer = make_trainer(
+                FOLDER / "eval",
+                per_device_eval_batch_size=4 if split_batches else 2,
+                accelerator_config=sharing,
+                dataloader_drop_last=not even_batches,
+                ddp_backend="gloo",
+            )
+            for count in range(1, 10):
+                found.append(sharing | {"rows": count, "loss": trainer.evaluate(uneven_rows(count))["eval_loss"]})
+    signal.alarm(0)
+    return found
+
+
 def main():
     report = {}
     for name in CASES:
@@ -78,10 +99,6 @@ def main():
         report[name] = {"loss": logged(trainer), "distance": logged(trainer, "feature_distance")}
         queues = queues_of(trainer)
         save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
-
-    # five rows in batches of two a process: the last batches are filled up with repetitions
-    trainer = make_trainer(FOLDER / "eval", per_device_eval_batch_size=2, ddp_backend="gloo")
-    report["eval_loss"] = trainer.evaluate(uneven_rows(5))["eval_loss"]
 
     fields = dict(
         SHARED, max_steps=5, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3, optim="adamw_torch"
@@ -120,6 +137,7 @@ def main():
         report["error"] = str(error)
 
     (FOLDER / f"report_{RANK}.json").write_text(json.dumps(report))
+    (FOLDER / f"evaluated_{RANK}.json").write_text(json.dumps(evaluated()))
     (FOLDER / f"fsdp_{RANK}.json").write_text(json.dumps(sharded_gradients()))
     dist.barrier()
     dist.destroy_process_group()

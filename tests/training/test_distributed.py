@@ -88,9 +88,14 @@ def test_the_uneven_batch_reaches_both_processes_without_repetition(tmp_path):
 
 
 def test_two_processes_evaluate_like_one(two, tmp_path):
-    """Repeated rows in the last batches do not count."""
-    expected = make_trainer(tmp_path, per_device_eval_batch_size=2).evaluate(uneven_rows(5))["eval_loss"]
-    assert report(two, 0)["eval_loss"] == report(two, 1)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    """1 to 9 rows of unequal length, batches whole or split, evened out or not: every row counts once."""
+    one = make_trainer(tmp_path)
+    expected = {count: one.evaluate(uneven_rows(count))["eval_loss"] for count in range(1, 10)}
+    for rank in (0, 1):
+        cases = report(two, rank, "evaluated")
+        assert len(cases) == 36
+        for case in cases:
+            assert case["loss"] == pytest.approx(expected[case["rows"]], rel=1e-6), case
 
 
 def test_resuming_two_processes_is_exact(two):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
+from datasets import Dataset
 from reference import double_loop
 from safetensors.torch import load_file
 from toys import assert_same, logged, make_trainer, toy_rows, uneven_rows, weights_of
@@ -15,10 +16,12 @@ from transformers import Trainer
 
 from tokendrift_hf import DriftConfig, DriftTrainer, MDLMForMaskedLM
 from tokendrift_hf.data.collators import CleanCollator
+from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess
 from tokendrift_hf.objective import drift_objective
 from tokendrift_hf.objective.drift import DriftField
 from tokendrift_hf.objective.noise import EVALUATE, TRAIN, row_noise
 from tokendrift_hf.publishing.upload import files_to_publish
+from tokendrift_hf.training import drift_trainer
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}
@@ -312,6 +315,45 @@ def test_eval_loss_is_the_nelbo_per_token_whatever_the_batch_size(kind, tmp_path
         count += x_0.shape[1]
     assert losses == pytest.approx([total / count] * 3, rel=1e-5)
     assert trainer.evaluate({"a": rows[:3], "b": rows})["eval_b_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_evaluation_has_few_logits_at_a_time(tmp_path, monkeypatch):
+    """Never more than a row's, or the limit, and the softmax of a chunk of positions; the loss is the same."""
+    trainer, seen = make_trainer(tmp_path, per_device_eval_batch_size=8), {"network": [], "softmax": []}
+    whole = trainer.evaluate(uneven_rows(7))["eval_loss"]
+    forward, nelbo = MDLMForMaskedLM.forward, AbsorbingProcess.nelbo
+
+    def network(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        seen["network"].append(outputs.logits.shape)
+        return outputs
+
+    def softmax(self, logits, *args):
+        seen["softmax"].append(logits.shape)
+        return nelbo(self, logits, *args)
+
+    monkeypatch.setattr(MDLMForMaskedLM, "forward", network)
+    monkeypatch.setattr(AbsorbingProcess, "nelbo", softmax)
+    monkeypatch.setattr(drift_trainer, "EVALUATED_POSITIONS", 3)
+    for limit, rows in ((1, [1] * 7), (3 * 16 * TINY["vocab_size"], [3, 3, 1])):
+        monkeypatch.setattr(drift_trainer, "EVALUATED_LOGITS", limit)
+        seen["network"].clear()
+        assert trainer.evaluate(uneven_rows(7))["eval_loss"] == pytest.approx(whole, rel=1e-6)
+        assert [shape[0] for shape in seen["network"]] == rows
+    assert max(shape[1] for shape in seen["softmax"]) == 3
+
+
+def test_a_stream_is_evaluated_like_its_rows(tmp_path):
+    stream = Dataset.from_list(uneven_rows(5)).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=2)
+    assert trainer.evaluate(stream)["eval_loss"] == trainer.evaluate(uneven_rows(5))["eval_loss"]
+
+
+@pytest.mark.parametrize("rows, match", [(0, "The 0 rows of held-out"), (3, "The 3 rows .* no token to predict")])
+def test_nothing_to_evaluate_is_said(rows, match, tmp_path):
+    prompts = toy_rows(rows, prompt_mask=lambda ids: [1] * len(ids))
+    with pytest.raises(ValueError, match=match):
+        make_trainer(tmp_path).evaluate(prompts)
 
 
 def test_evaluation_and_sampling_leave_the_training_as_it_was(tmp_path):

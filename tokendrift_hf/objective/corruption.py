@@ -65,8 +65,15 @@ def corrupt(
 
 
 def row_nelbo(
-    process: AbsorbingProcess | UniformProcess, logits: Tensor, batch: CorruptedBatch
+    process: AbsorbingProcess | UniformProcess,
+    logits: Tensor,
+    batch: CorruptedBatch,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``[B]`` each: the NELBO of a row in nats, and the tokens that it is over: all that could have been corrupted."""
-    nelbo = process.nelbo(logits, batch.x_0, batch.x_t, batch.t)
+    """``[B]`` each: the NELBO of a row in nats, and the tokens that it is over: all that could have been corrupted.
+
+    With `chunk_size` the softmax is taken of so many positions at a time. That saves memory where there is no gradient.
+    """
+    parts = [x.split(chunk_size or logits.shape[1], dim=1) for x in (logits, batch.x_0, batch.x_t)]
+    nelbo = torch.cat([process.nelbo(*part, batch.t) for part in zip(*parts, strict=True)], dim=1)
     return nelbo.where(batch.predicted, 0).sum(1), batch.free.sum(1)

@@ -5,6 +5,7 @@ The same run on one or several processes, or resumed, sees the same noise; evalu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Noise:
     order: Tensor
 
 
-def row_noise(key: tuple[int, ...], rows: range, length: int, vocab_size: int) -> Noise:
+def row_noise(key: tuple[int, ...], rows: Sequence[int], length: int, vocab_size: int) -> Noise:
     """The noise of the rows at the global positions `rows`.
 
     Position l of row i depends on (`key`, i, l) alone: neither the rest of the batch nor its padding matters.
@@ -52,6 +53,6 @@ def row_noise(key: tuple[int, ...], rows: range, length: int, vocab_size: int) -
     return Noise(torch.from_numpy(time), uniforms, (tokens * vocab_size).long(), order)
 
 
-def spread_times(rows: range) -> Tensor:
+def spread_times(rows: Sequence[int]) -> Tensor:
     """Uniforms in [0, 1) for the rows of a data set that cover it evenly, whatever the batch size: frac(i * phi)."""
-    return (torch.arange(rows.start, rows.stop, dtype=torch.float64) * GOLDEN_RATIO) % 1
+    return (torch.tensor(rows, dtype=torch.float64) * GOLDEN_RATIO) % 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -140,6 +141,19 @@ class ResumableTrainer(Trainer):
             for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
                 shutil.copy(path, self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
+
+
+@contextmanager
+def temporarily(target, **values) -> Iterator[None]:
+    """Inside, attributes of `target` have these values; afterwards their own."""
+    own = {name: getattr(target, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(target, name, value)
 
 
 def _file(folder: str | os.PathLike, name: str) -> Path:

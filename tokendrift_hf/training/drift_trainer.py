@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,15 +22,18 @@ from ..objective.encoder import FrozenEncoder
 from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
 from ..objective.objectives import OBJECTIVES, make_objective
 from ..publishing.cards import Card
-from .checkpoint import ResumableTrainer
+from .checkpoint import ResumableTrainer, temporarily
 from .diagnostics import Diagnostics
 from .drift_config import DriftConfig, hyperparameters
 from .gather import AllProcesses, own_rows, row_counts, sum_over_processes
 from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
+from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
+EVALUATED_LOGITS = 2**26  # at most so many at a time while evaluating, or those of one row: 256 MiB in float32
+EVALUATED_POSITIONS = 64  # of a row at a time when the NELBO is taken of them
 
 
 class DriftTrainer(ResumableTrainer):
@@ -94,7 +98,7 @@ class DriftTrainer(ResumableTrainer):
         self.diagnostics = Diagnostics()
         _warn_of_half_precision(self.model)
         self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
-        self._eval_batches, self._eval_rows, self._eval_sums = 0, 0.0, torch.zeros(2)
+        self._row_sums = RowSums()
 
     def _make_monitor(self) -> SampleMonitor | None:
         """The samples at every evaluation and what watches them, if the run asks for any."""
@@ -112,17 +116,17 @@ class DriftTrainer(ResumableTrainer):
         return card
 
     def _set_signature_columns_if_needed(self):
-        self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels"]
+        self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels", ROW_NUMBER]
 
     def _corrupt(
-        self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: range, num_rows: int | None
+        self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: Sequence[int], num_rows: int | None
     ) -> CorruptedBatch:
         """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
         noise = row_noise(key, rows, inputs["input_ids"].shape[1], self.process.vocab_size)
         if num_rows is None:
             t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
         else:
-            t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows.start, num_rows=num_rows)
+            t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows[0], num_rows=num_rows)
         return corrupt(self.process, inputs, noise, t)
 
     def _sum(self, x: Tensor) -> Tensor:
@@ -174,46 +178,65 @@ class DriftTrainer(ResumableTrainer):
 
     # Evaluation
 
+    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
+        """As in `Trainer`, but rows that are evaluated carry their number.
+
+        Every process gets equally many, by repetition, whatever the settings for training: so no process waits for
+        another that has none, and no row is left out. A row that is repeated counts once.
+        """
+        if is_training:
+            return super()._get_dataloader(dataset, *args, is_training=True, **kwargs)
+        numbered = NumberedRows(dataset) if has_length(dataset) else NumberedStream(dataset)
+        with (
+            temporarily(self, data_collator=NumberedCollator(self.data_collator)),
+            temporarily(self.args, dataloader_drop_last=False),
+            temporarily(self.accelerator.dataloader_config, even_batches=True),
+        ):
+            return super()._get_dataloader(numbered, *args, **kwargs)
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         """As in `Trainer`, on the averaged weights if there are any; the training trajectory stays as it was.
 
         The loss is the NELBO in nats per token of the whole data set, whatever the batch size and the padding.
         """
-        self._eval_batches, self._eval_sums = 0, torch.zeros(2, dtype=torch.float64)
-        self._eval_rows = len(dataloader.dataset) if has_length(dataloader.dataset) else float("inf")
+        self._row_sums = RowSums()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with self.averaged(), torch.random.fork_rng(devices):
             output = super().evaluation_loop(
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
             )
-            sums = self._eval_sums if self.args.world_size == 1 else self._sum(self._eval_sums.to(self.args.device))
-            output.metrics[f"{metric_key_prefix}_loss"] = float(sums[0] / sums[1].clamp_min(1))
+            measured = {"loss": self._row_sums.mean()}
             if self.monitor is not None:
                 with self.compute_loss_context_manager():
-                    measured = self.monitor.measure(self.model)
-                # The mean over processes, so that all of them stop, or none.
-                values = self._sum(torch.tensor(list(measured.values()), device=self.args.device))
-                values = (values / self.accelerator.num_processes).tolist()
-                for name, value in zip(measured, values, strict=True):
-                    output.metrics[f"{metric_key_prefix}_{name}"] = value
+                    measured |= self._sampled()
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
         return output
 
+    def _sampled(self) -> dict[str, float]:
+        """What the monitor measures; the mean over processes, so that all of them stop, or none."""
+        measured = self.monitor.measure(self.model)
+        values = self._sum(torch.tensor(list(measured.values()), device=self.args.device))
+        return dict(zip(measured, (values / self.accelerator.num_processes).tolist(), strict=True))
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The NELBO of a batch, with noise that depends on the rows' positions in the data set alone."""
+        """The NELBO of a batch, with noise that depends on the rows' places in the data set alone.
+
+        Nothing is returned, since what the Trainer would do with it is a collective of all processes. Memory does not
+        grow with the batch: the logits of a few rows, and the softmax of some positions of these, are there at a time.
+        """
         inputs = self._prepare_inputs(inputs)
-        first = (self._eval_batches * self.accelerator.num_processes + self.accelerator.process_index) * (
-            self.args.eval_batch_size
-        )
-        self._eval_batches += 1
-        rows = range(first, first + len(inputs["input_ids"]))
+        numbers = inputs.pop(ROW_NUMBER).tolist()
+        config = base_of(self.model).config  # of the model, not of the batch: under FSDP all make as many calls
+        size = max(1, EVALUATED_LOGITS // (config.max_position_embeddings * config.vocab_size))
         with torch.no_grad(), self.compute_loss_context_manager():
-            batch = self._corrupt(inputs, (self.args.seed, EVALUATE), rows, num_rows=None)
-            outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-            totals, counts = row_nelbo(self.process, outputs.logits, batch)
-        # Rows beyond the data set are repetitions that fill up the last batch of some process.
-        real = [row < self._eval_rows for row in rows]
-        self._eval_sums += torch.stack([totals.float(), counts.float()]).cpu().double()[:, real].sum(1)
-        return totals.sum() / counts.sum().clamp_min(1), None, None
+            for start in range(0, len(numbers), size):
+                rows = slice(start, start + size)
+                part = {name: x[rows] for name, x in inputs.items()}
+                batch = self._corrupt(part, (self.args.seed, EVALUATE), numbers[rows], num_rows=None)
+                outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+                totals, tokens = row_nelbo(self.process, outputs.logits, batch, chunk_size=EVALUATED_POSITIONS)
+                self._row_sums.add(numbers[rows], totals, tokens)
+        return None, None, None
 
     def _determine_best_metric(self, metrics, trial):
         floor = self.args.gen_ppl_min_entropy_ratio
