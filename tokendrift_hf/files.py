@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict | list) -> None:
     """Write in one step that cannot be seen half-done; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")

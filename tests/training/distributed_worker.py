@@ -34,12 +34,14 @@ CASES = {
     "mirror_checkpointing": {"objective": "mirror_kl", "learning_rate": 0.1, CHECKPOINTING: True},
     "tokens": dict(feature_pooling="tokens", feature_tokens=6, base_loss_weight=0.1, learning_rate=0.1),
     "continuation": dict(objective="none", base_loss_weight=1.0),
+    "accumulation": dict(objective="none", base_loss_weight=1.0, gradient_accumulation_steps=2),
 }
+UNEVEN = ("tokens", "continuation", "accumulation")  # have rows of unequal length
 
 
 def case(name: str, folder: Path, **fields):
-    """A trainer of one of the cases; also run by a single process. "tokens" has rows of unequal length."""
-    rows = uneven_rows(7) if name in ("tokens", "continuation") else toy_rows(7)
+    """A trainer of one of the cases; also run by a single process."""
+    rows = uneven_rows(7) if name in UNEVEN else toy_rows(7)
     return make_trainer(folder / name, rows=rows, **SHARED | CASES[name] | fields)
 
 

@@ -64,7 +64,7 @@ def report(folder, rank=0, name="report"):
 
 @pytest.mark.parametrize("name", distributed_worker.CASES)
 def test_two_processes_train_like_one(two, name, tmp_path):
-    """Three steps on batches of 4, 3 and 4 rows: weights, losses and queues as in one process."""
+    """Three steps on batches of 4 and 3 rows: weights, losses and queues as in one process."""
     losses = report(two)[name]
     one = distributed_worker.case(name, tmp_path)
     one.train()
@@ -74,7 +74,7 @@ def test_two_processes_train_like_one(two, name, tmp_path):
     assert_same(found, weights_of(one.model) | queues, rtol=0, atol=1e-5)
     assert losses["loss"] == pytest.approx(logged(one), rel=1e-4)
     assert losses["distance"] == pytest.approx(logged(one, "feature_distance"), rel=1e-3)
-    assert name == "continuation" or len(queues["real"]) == 6
+    assert name in ("continuation", "accumulation") or len(queues["real"]) == 6
 
 
 def test_the_uneven_batch_reaches_both_processes_without_repetition(tmp_path):

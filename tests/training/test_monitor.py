@@ -99,6 +99,39 @@ def test_a_collapse_stops_the_run_and_is_never_the_best(tmp_path, caplog):
     assert "Stopping at step 2" in caplog.text and "gen_ppl_min_entropy_ratio asks for 50 %" in caplog.text
 
 
+def test_a_collapse_to_the_end_of_text_is_seen_and_stops_the_run(text_model, text_files, tmp_path):
+    """Samples of nothing but eos have no Gen.-PPL: it is logged as nan, and the guard goes by their entropy."""
+    model, tokenizer = text_model
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model.backbone.output_layer.linear.bias[tokenizer.eos_token_id] += 1000
+
+    rows = [{"input_ids": tokenizer("one two three four five six")["input_ids"][:8]}] * 4
+    trainer = make_trainer(
+        tmp_path,
+        model=type(model)(model.config),
+        rows=rows,
+        arguments={"eval_dataset": rows[:2], "processing_class": tokenizer, "callbacks": [Ends()]},
+        learning_rate=1e-3,
+        eval_strategy="steps",
+        eval_steps=1,
+        gen_ppl_num_steps=[2],
+        gen_ppl_num_samples=3,
+        gen_ppl_judge=str(text_files / "judge"),
+        gen_ppl_min_entropy_ratio=0.5,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    before, after = logged(trainer, "eval_gen_ppl_nfe2")
+    assert math.isfinite(before)
+    assert math.isnan(after)
+    first, last = json.loads((tmp_path / "dynamics.json").read_text())
+    assert last.keys() == first.keys() - {"eval_gen_ppl_nfe2"}
+    assert (tmp_path / "dynamics.png").is_file()
+
+
 def test_the_ratio_is_of_the_worst_number_of_steps():
     log = [
         {"loss": 1.0, "step": 0},

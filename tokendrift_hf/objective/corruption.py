@@ -49,8 +49,17 @@ def corrupt(
         t: diffusion times.
     """
     x_0 = inputs["input_ids"]
-    t, uniforms = (x.to(x_0.device, torch.float32) for x in (t, noise.uniforms))
-    exists = torch.ones_like(x_0, dtype=torch.bool)
+    # First to float32, since not every device has float64.
+    t, uniforms = (x.to(torch.float32).to(x_0.device) for x in (t, noise.uniforms))
+    exists, free = positions(process, inputs)
+    x_t = torch.where(free, process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device)), x_0)
+    predicted = process.predicted_positions(x_t) & free
+    return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), noise)
+
+
+def positions(process: AbsorbingProcess | UniformProcess, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Which positions of a collated batch exist, and which are free (`CorruptedBatch`): bool ``[B, L]`` each."""
+    exists = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
     if "attention_mask" in inputs:
         exists = inputs["attention_mask"].bool()
     free = exists
@@ -58,10 +67,7 @@ def corrupt(
         free = free & ~inputs["prompt_mask"].bool()
     if "labels" in inputs:
         free = free & (inputs["labels"] != -100)
-    free = free & process.corruptible(x_0)
-    x_t = torch.where(free, process.corrupt(x_0, t, uniforms, noise.random_tokens.to(x_0.device)), x_0)
-    predicted = process.predicted_positions(x_t) & free
-    return CorruptedBatch(x_0, x_t, t, exists, free, predicted, inputs.get("attention_mask"), noise)
+    return exists, free & process.corruptible(inputs["input_ids"])
 
 
 def row_nelbo(

@@ -132,7 +132,7 @@ class DriftObjective:
             return None
         shortest = processes.min(batch.exists.sum(1).min())
         count = min(self.config.feature_tokens, max(int(shortest), 1))
-        order = batch.noise.order.to(batch.exists.device)
+        order = batch.noise.order.float().to(batch.exists.device)  # not every device has float64
         return order.masked_fill(~batch.exists, -1).topk(count).indices
 
     def _loss(

@@ -25,3 +25,12 @@ class OneProcess:
     def min(self, x: Tensor) -> Tensor:
         """The smallest of the scalars of all processes."""
         return x.detach()
+
+    def token_mean(self, totals: Tensor, tokens: Tensor) -> Tensor:
+        """The share of this process in a mean over the tokens of a step.
+
+        Args:
+            totals: ``[B]``, the sums over the tokens of a row.
+            tokens: ``[B]``, how many these are.
+        """
+        return totals.sum() / tokens.sum().clamp_min(1)

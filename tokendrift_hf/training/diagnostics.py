@@ -20,11 +20,11 @@ class Diagnostics:
         for name, value in scalars.items():
             self._values[name].append(value.detach())
 
-    def means(self, average: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The mean of each since the last call; `average` takes the mean of a vector over processes."""
+    def means(self, average: Callable[[list[float]], list[float]]) -> dict[str, float]:
+        """The mean of each since the last call; `average` takes the means of a list of them over processes."""
         if not self._values:
             return {}
         means = [float(torch.stack(values).mean()) for values in self._values.values()]
         names = list(self._values)
         self._values.clear()
-        return dict(zip(names, average(torch.tensor(means, dtype=torch.float64)).tolist(), strict=True))
+        return dict(zip(names, average(means), strict=True))

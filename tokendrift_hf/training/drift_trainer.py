@@ -17,7 +17,7 @@ from ..data.collators import CleanCollator
 from ..hub.process_tokendrift import stratified_times
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base
-from ..objective.corruption import CorruptedBatch, corrupt, row_nelbo
+from ..objective.corruption import CorruptedBatch, corrupt, positions, row_nelbo
 from ..objective.encoder import FrozenEncoder
 from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
 from ..objective.objectives import OBJECTIVES, make_objective
@@ -25,7 +25,7 @@ from ..publishing.cards import Card
 from .checkpoint import ResumableTrainer, temporarily
 from .diagnostics import Diagnostics
 from .drift_config import DriftConfig, hyperparameters
-from .gather import AllProcesses, own_rows, row_counts, sum_over_processes
+from .gather import AllProcesses, mean_over_processes, own_rows, row_counts, sum_over_processes
 from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
 from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
@@ -97,7 +97,7 @@ class DriftTrainer(ResumableTrainer):
         self.card = self._make_card()
         self.diagnostics = Diagnostics()
         _warn_of_half_precision(self.model)
-        self._micro_step = (-1, 0)  # (optimizer step, index of the next micro-batch in it)
+        self._micro_step = (-1, 0)  # (optimizer step, index of its last micro-batch)
         self._row_sums = RowSums()
 
     def _make_monitor(self) -> SampleMonitor | None:
@@ -129,6 +129,19 @@ class DriftTrainer(ResumableTrainer):
             t = stratified_times(noise.time, SMALLEST_TIME, first_row=rows[0], num_rows=num_rows)
         return corrupt(self.process, inputs, noise, t)
 
+    def _next_micro_step(self) -> tuple[int, int]:
+        """The optimizer step under way, and which of its micro-batches comes now."""
+        step, micro = self.state.global_step, 0
+        if self._micro_step[0] == step:
+            micro = self._micro_step[1] + 1
+        self._micro_step = (step, micro)
+        return step, micro
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """The tokens that a step learns from, on all processes: what the Trainer would count by `labels` alone."""
+        tokens = [positions(self.process, batch)[1].sum().to(device) for batch in batch_samples]
+        return self._sum(torch.stack(tokens).sum()) if tokens else None
+
     def _sum(self, x: Tensor) -> Tensor:
         return sum_over_processes(self.accelerator, x)
 
@@ -140,24 +153,24 @@ class DriftTrainer(ResumableTrainer):
         Raises:
             ValueError: the loss is not finite; the message names the step. No weight has been touched by then.
         """
-        step = self.state.global_step
-        micro = self._micro_step[1] if self._micro_step[0] == step else 0
-        self._micro_step = (step, micro + 1)
+        step, micro = self._next_micro_step()
         counts = row_counts(self.accelerator, inputs["input_ids"])
         rows, num_rows = own_rows(self.accelerator, counts), sum(counts)
         batch = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
         outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-        # Every process has its share of the loss, and the processes' gradients are averaged: hence the factors.
-        processes = self.accelerator.num_processes
+        if num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch / self.current_gradient_accumulation_steps
+        processes = AllProcesses(self.accelerator, counts, num_items_in_batch)
+        # Every process has its share of the loss, and the processes' gradients are averaged: hence the factor.
+        factor = self.accelerator.num_processes
         loss = torch.zeros((), device=outputs.logits.device)
         if self.train_objective is not None:
             with self.accelerator.autocast():
-                share, statistics = self.train_objective(outputs.logits, batch, AllProcesses(self.accelerator, counts))
+                share, statistics = self.train_objective(outputs.logits, batch, processes)
             self.diagnostics.note(**statistics)
-            loss = loss + share * processes
+            loss = loss + share * factor
         if self.args.base_loss_weight > 0:
-            totals, tokens = row_nelbo(self.process, outputs.logits, batch)
-            base_loss = totals.sum() * processes / self._sum(tokens.sum()).clamp_min(1)
+            base_loss = processes.token_mean(*row_nelbo(self.process, outputs.logits, batch)) * factor
             self.diagnostics.note(base_loss=base_loss)
             loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
@@ -172,8 +185,7 @@ class DriftTrainer(ResumableTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            device, processes = self.args.device, self.accelerator.num_processes
-            logs |= self.diagnostics.means(lambda x: self._sum(x.to(device)) / processes if processes > 1 else x)
+            logs |= self.diagnostics.means(mean_over_processes)
         super().log(logs, start_time)
 
     # Evaluation
@@ -215,8 +227,7 @@ class DriftTrainer(ResumableTrainer):
     def _sampled(self) -> dict[str, float]:
         """What the monitor measures; the mean over processes, so that all of them stop, or none."""
         measured = self.monitor.measure(self.model)
-        values = self._sum(torch.tensor(list(measured.values()), device=self.args.device))
-        return dict(zip(measured, (values / self.accelerator.num_processes).tolist(), strict=True))
+        return dict(zip(measured, mean_over_processes(list(measured.values())), strict=True))
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The NELBO of a batch, with noise that depends on the rows' places in the data set alone.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 
@@ -37,16 +39,23 @@ def sum_over_processes(accelerator: Accelerator, x: Tensor) -> Tensor:
     return accelerator.reduce(x, "sum") if accelerator.num_processes > 1 else x
 
 
+def mean_over_processes(values: list[float]) -> list[float]:
+    """The mean of each of some numbers over all processes. They travel as Python's, in full precision."""
+    return [fmean(column) for column in zip(*gather_object([values]), strict=True)]
+
+
 class AllProcesses:
     """What an objective asks of the processes of a run (`objective.processes.OneProcess` for more than one).
 
     Args:
         accelerator: of the Trainer.
         counts: the rows of the micro-batch on every process, in order of rank.
+        num_tokens: the tokens of the optimizer step, on all processes, over the number of its micro-batches. None: the
+            micro-batch is the step.
     """
 
-    def __init__(self, accelerator: Accelerator, counts: Sequence[int]):
-        self.accelerator, self.counts = accelerator, counts
+    def __init__(self, accelerator: Accelerator, counts: Sequence[int], num_tokens: Tensor | None = None):
+        self.accelerator, self.counts, self.num_tokens = accelerator, counts, num_tokens
         self.share = counts[accelerator.process_index] / sum(counts)
 
     def gather(self, x: Tensor, per_row: int = 1) -> tuple[Tensor, range]:
@@ -61,3 +70,16 @@ class AllProcesses:
     def min(self, x: Tensor) -> Tensor:
         """The smallest of the scalars of all processes."""
         return self.accelerator.gather(x.detach().reshape(1)).min()
+
+    def token_mean(self, totals: Tensor, tokens: Tensor) -> Tensor:
+        """The share of this process in a mean over the tokens of a step.
+
+        Summed over the processes, and averaged over the micro-batches of the step, these shares are the sum over all
+        its rows divided by all its tokens, however the rows were shared out.
+
+        Args:
+            totals: ``[B]``, the sums over the tokens of a row.
+            tokens: ``[B]``, how many these are.
+        """
+        num_tokens = self.sum(tokens.sum()) if self.num_tokens is None else self.num_tokens
+        return totals.sum() / num_tokens.clamp_min(1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from ..files import write_json
 from .drift_config import DriftConfig
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class SampleMonitor:
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """`entropy_nfe{N}` (nats, within a sample) and, given a judge, `gen_ppl_nfe{N}` for each number of steps N.
 
-        Every process draws the same samples, which works under FSDP as well. torch's global generators stay untouched.
+        Gen.-PPL is nan where it has no value, as for samples that end at once. Every process draws the same samples,
+        which works under FSDP as well. torch's global generators stay untouched.
         """
         measured = {}
         for num_steps in self.args.gen_ppl_num_steps:
@@ -50,7 +52,8 @@ class SampleMonitor:
                 with warnings.catch_warnings():  # that the samples are few is known
                     warnings.simplefilter("ignore")
                     record = self.metric.compute(predictions=ids.tolist())
-                measured[f"gen_ppl_nfe{num_steps}"] = record["gen_ppl"]
+                value = record["gen_ppl"]
+                measured[f"gen_ppl_nfe{num_steps}"] = math.nan if value is None else value
         return measured
 
     def draw(self, model: PreTrainedModel, num_steps: int) -> Tensor:
@@ -78,8 +81,8 @@ class DynamicsCallback(TrainerCallback):
         if state.is_world_process_zero:
             points = sampled_points(state.log_history)
             folder = Path(args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{DYNAMICS}.json").write_text(json.dumps(points, indent=2), encoding="utf-8")
+            known = [{name: value for name, value in point.items() if not math.isnan(value)} for point in points]
+            write_json(folder / f"{DYNAMICS}.json", known)
             plot_dynamics(points, folder / f"{DYNAMICS}.png")
         ratio = entropy_ratio(state.log_history)
         if self.min_entropy_ratio is not None and ratio < self.min_entropy_ratio:
