@@ -51,3 +51,24 @@ def some_ids(rows: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
     ids = torch.randint(MASK, V, (rows, length), generator=generator)
     ids[:, 0], ids[:, -1] = CLS, SEP
     return ids
+
+
+def tiny_tokenizer(words: int = V - 4):
+    """A tokenizer of whole words, w4 w5 ..., with the special tokens of BERT at the ids above."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
+    vocabulary |= {f"w{i}": i for i in range(4, 4 + words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w4"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def text_rows(count: int, length: int = 12) -> list[dict]:
+    """Rows of [CLS], tokens that count upwards from a random one, [SEP]."""
+    starts = torch.randint(V - 4, (count,), generator=torch.Generator().manual_seed(0))
+    ids = (starts[:, None] + torch.arange(length)) % (V - 4) + 4
+    ids[:, 0], ids[:, -1] = CLS, SEP
+    return [{"input_ids": row.tolist()} for row in ids]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from stand_ins import SPECIAL, V, masked_lm, text_rows
 
+from tokendrift_hf import as_diffusion
 from tokendrift_hf.evaluation.likelihood import nelbo_perplexity
 
 
@@ -55,6 +57,7 @@ class KnownNelbo(torch.nn.Module):
             return 9 * t[:, None] ** 2 + x_0 + 4 * x_t - 2
 
         return SimpleNamespace(
+            corruptible=lambda x_0: torch.ones_like(x_0, dtype=torch.bool),
             corrupt=lambda x_0, t, uniforms, random_tokens: uniforms,
             nelbo=nelbo,
             predicted_positions=lambda x_t: torch.ones_like(x_t, dtype=torch.bool),
@@ -94,3 +97,15 @@ def test_nelbo_does_not_depend_on_the_order_in_which_documents_come():
 def test_nelbo_needs_two_rows():
     with pytest.raises(ValueError, match="at least 2 rows"):
         nelbo_perplexity(tiny_model("mdlm"), torch.zeros(1, 16, dtype=torch.long))
+
+
+def test_kept_ids_are_neither_predicted_nor_counted():
+    """A model that predicts all tokens alike: the logarithm of their number, which leaves out the kept ids."""
+    model = as_diffusion(masked_lm("bert"), **SPECIAL)
+    with torch.no_grad():
+        for parameter in model.cls.predictions.parameters():
+            parameter.zero_()
+    rows = torch.tensor([row["input_ids"] for row in text_rows(64)])
+    measured = nelbo_perplexity(model, rows, num_draws=32)
+    assert measured["nelbo"] == pytest.approx(math.log(V - 4), abs=3 * measured["nelbo_se"])
+    assert measured["nelbo_se"] < 0.25

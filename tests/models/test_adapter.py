@@ -13,7 +13,7 @@ from stand_ins import CLS, MASK, PAD, SEP, SPECIAL, V, masked_lm, randomised, so
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tokendrift_hf import as_diffusion
-from tokendrift_hf.models.adapter import ADAPTATION
+from tokendrift_hf.models.adaptation import ADAPTATION
 from tokendrift_hf.objective.corruption import corrupt, row_nelbo
 from tokendrift_hf.objective.noise import row_noise
 

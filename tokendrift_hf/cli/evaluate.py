@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
     text = None
     if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
-        length = next(iter(models.values())).config.max_position_embeddings
+        length = next(iter(models.values())).longest
         with state.main_process_first():  # the others find the packed rows in the cache
             split = options.text_split or ("train" if Path(options.text).exists() else "validation")
             blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         prompt = tokenizer(options.prompt, add_special_tokens=False)["input_ids"]
         inputs["input_ids"] = torch.tensor([[bos, *prompt]])
         if "max_new_tokens" not in settings:
-            settings["max_length"] = model.config.max_position_embeddings
+            settings["max_length"] = model.longest
     if options.watch:
         inputs["callback"] = watch = Watch(tokenizer, model.process.mask_id)
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)

@@ -112,7 +112,7 @@ class Run:
         PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
         base = _load(recipe)
         tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
-        longest = base.config.max_position_embeddings
+        longest = base.longest
         if recipe.block_size is not None and recipe.block_size > longest:
             raise ValueError(
                 f"block_size={recipe.block_size} is longer than the model, which takes {longest} tokens. "
@@ -159,7 +159,7 @@ class Run:
     def announcement(self, training: Training, trainer: DriftTrainer) -> str:
         """What a training is, the batch, the memory and the time that it will take, in a line each."""
         config, rows = training.config, self.splits["train"]
-        length = self.recipe.block_size or self.base.config.max_position_embeddings
+        length = self.recipe.block_size or self.base.longest
         cost = budget(trainer.model, config, length, encoder_copy=training.recipe.encoder != "base")
         batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
         num_steps = config.max_steps

@@ -124,18 +124,20 @@ def pad_tokens(
 
 
 def row_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The ids between which every row of this package lies: bos, for which eos stands in where there is none, and eos.
+    """The ids between which every row of this package lies: bos and eos.
+
+    Tokenizers of masked language models call them cls and sep. Where there is neither bos nor cls, eos stands in.
 
     Raises:
         ValueError: no eos token.
     """
-    eos = tokenizer.eos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eos is None:
         raise ValueError(
             "The tokenizer has no eos token, which ends documents and completions. Set tokenizer.eos_token to a token "
             "of its vocabulary."
         )
-    return (eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id), eos
+    return next(id_ for id_ in (tokenizer.bos_token_id, tokenizer.cls_token_id, eos) if id_ is not None), eos
 
 
 def check_blocks(blocks: datasets.Dataset, vocab_size: int) -> None:

@@ -127,7 +127,7 @@ class Harness:
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, sampling: Sampling | None = None) -> Cell:
         """One cell of a grid, by default of the harness's."""
         sampling = sampling or self.sampling
-        length = self.models[model].config.max_position_embeddings
+        length = self.models[model].longest
         settings = (sampling.num_samples, length, sampling.sampler, sampling.dtype or "float32")
         return Cell(model, self.weights[model], self.scoring, num_steps, temperature, seed, *settings)
 

@@ -43,6 +43,7 @@ def nelbo_perplexity(
         raise ValueError(f"A standard error needs at least 2 rows of text; found {N}.")
     model.eval()
     rows = rows[torch.from_numpy(np.random.default_rng((seed, EVALUATE)).permutation(N))]
+    tokens = float(model.process.corruptible(rows).sum()) / N  # of a row; the others are given, not predicted
     sums = torch.zeros(N, dtype=torch.float64)
     for draw in range(num_draws):
         for start in range(0, N, batch_size):
@@ -51,7 +52,7 @@ def nelbo_perplexity(
             t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N)
             batch = corrupt(model.process, {"input_ids": x_0}, noise, t)
             totals, _ = row_nelbo(model.process, model(input_ids=batch.x_t, timesteps=batch.t).logits, batch)
-            sums[start : start + len(x_0)] += totals.double().cpu() / (num_draws * L)
+            sums[start : start + len(x_0)] += totals.double().cpu() / (num_draws * tokens)
     nelbo, error = float(sums.mean()), float((sums - sums.roll(1)).square().sum().sqrt()) / (math.sqrt(2) * N)
     perplexity = math.exp(nelbo)
     return {"nelbo": nelbo, "nelbo_se": error, "nelbo_ppl": perplexity, "nelbo_ppl_se": perplexity * error}

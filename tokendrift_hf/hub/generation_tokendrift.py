@@ -32,6 +32,11 @@ class DiffusionGenerationOutput(ModelOutput):
 class DiffusionGenerationMixin:
     """Adds `generate()` to a model with `process`, `logits()` and `forward(..., positions=)`."""
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the model takes, in tokens."""
+        return self.config.max_position_embeddings
+
     @torch.no_grad()
     def generate(
         self,
@@ -80,7 +85,7 @@ class DiffusionGenerationMixin:
         # 1. Settings
         given, settings = self._settings(generation_config, settings)
         check_sampler(settings, given, has_mask=self.process.mask_id is not None)
-        check_lengths(settings, self.config.max_position_embeddings)
+        check_lengths(settings, self.longest)
         check_controls(settings, given)
         if chunk_size is not None and not is_whole(chunk_size, 1):
             raise ValueError(f"chunk_size={chunk_size!r}. It must be a positive whole number.")
@@ -95,7 +100,7 @@ class DiffusionGenerationMixin:
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            for ends in texts.window_ends(self.config.max_position_embeddings, settings.stride):
+            for ends in texts.window_ends(self.longest, settings.stride):
                 num_calls += self._sample_window(texts, ends, settings, noise, observer, chunk_size)
                 if settings.trim_eos and texts.cut_at_eos(generated, settings.eos_token_id)[1].all():
                     break
@@ -118,7 +123,7 @@ class DiffusionGenerationMixin:
 
     def _sample_window(self, texts: Texts, ends: list[int], settings, noise: Noise, observer: Observer, chunk_size):
         """Sample the window that ends at `ends` in the rows, and return how often the network was called."""
-        canvas, columns, inside = texts.window(ends, self.config.max_position_embeddings, self.process, noise)
+        canvas, columns, inside = texts.window(ends, self.longest, self.process, noise)
         denoiser = Denoiser(
             self,
             None if inside.all() else inside,
@@ -169,7 +174,7 @@ class DiffusionGenerationMixin:
         return set(given), settings
 
     def _texts(self, input_ids, attention_mask, prompt_mask, num_samples, settings) -> Texts:
-        longest = self.config.max_position_embeddings
+        longest = self.longest
         if num_samples is not None and not is_whole(num_samples, 1):
             raise ValueError(f"num_samples={num_samples!r}. It must be a positive whole number.")
         if input_ids is not None:

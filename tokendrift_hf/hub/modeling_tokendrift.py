@@ -295,11 +295,6 @@ class DiffusionPreTrainedModel(PreTrainedModel):
         }
         super().save_pretrained(*args, **kwargs)
 
-    @property
-    def longest(self) -> int:
-        """The longest sequence that the model takes, in tokens."""
-        return self.config.max_position_embeddings
-
     def get_input_embeddings(self):
         return self.backbone.vocab_embed
 

@@ -9,43 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import write_json
 from ..hub.generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
 from ..hub.modeling_tokendrift import DiffusionPreTrainedModel
 from ..hub.process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess
+from .adaptation import Adaptation, read_adaptation, write_adaptation
 from .families import Family, family_of, is_masked_language_model
-
-ADAPTATION = "diffusion.json"  # beside the weights: what the adapter was told
-
-
-@dataclass(frozen=True)
-class Adaptation:
-    """What a model's own files do not say about its use as a diffusion model.
-
-    Attributes:
-        mask_token_id: the id that stands for a corrupted token.
-        kept_token_ids: ids that are never corrupted and never predicted, such as [CLS] and [SEP].
-        num_tokens: ids from here on have a row in the embedding and no token, and are never predicted.
-        frame: the first and the last id of every row of text, if they are kept ids: unprompted text is written between
-            them.
-        max_length: the longest sequence, in tokens.
-        shift: whether the family's logits at position i predict token i + 1.
-    """
-
-    mask_token_id: int
-    kept_token_ids: tuple[int, ...]
-    num_tokens: int
-    frame: tuple[int, int] | None
-    max_length: int
-    shift: bool
 
 
 def as_diffusion(
@@ -63,6 +37,8 @@ def as_diffusion(
 
     The model is changed in place and returned: its class becomes a subclass of its own class, of the same name, so
     it saves in the family's format and loads with the family's class. Nothing happens to a model of this package.
+
+    What is not given is read from `diffusion.json` beside the model's weights, where a trainer left it.
 
     Args:
         model: a masked language model (`AutoModelForMaskedLM`), or a decoder that sees both sides
@@ -84,34 +60,49 @@ def as_diffusion(
     if hasattr(model, "process"):
         return model
     family = _refuse_what_does_not_fit(model)
+    told = read_adaptation(model.name_or_path, getattr(model.config, "_commit_hash", None))
+    given = dict(
+        mask_token_id=mask_token_id,
+        kept_token_ids=kept_token_ids,
+        num_tokens=num_tokens,
+        frame=frame,
+        max_length=max_length,
+        shift=shift,
+    )
+    told |= {name: value for name, value in given.items() if value is not None}
+    adapted = _adapt(model, family, _adaptation(model, family, tokenizer, told))
+    generation = told.get("generation", {})
+    adapted.generation_config = DiffusionGenerationConfig(**DiffusionGenerationConfig.defaults | generation)
+    return adapted
+
+
+def _adaptation(model, family: Family, tokenizer, told: dict) -> Adaptation:
+    """What was told, completed by the tokenizer, the configuration and the family."""
     V = model.config.vocab_size
     if tokenizer is not None and len(tokenizer) > V:
         raise ValueError(
             f"The tokenizer has ids up to {len(tokenizer) - 1}, but {type(model).__name__} embeds {V}. Take the "
             "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) and train the new rows."
         )
-    mask_token_id = _mask_id(model, tokenizer, mask_token_id)
-    if kept_token_ids is None:
-        special = tokenizer is not None and is_masked_language_model(model.config.model_type)
-        kept_token_ids = tokenizer.all_special_ids if special else ()
-    kept_token_ids = tuple(sorted(set(kept_token_ids) - {mask_token_id}))
-    if kept_token_ids and not 0 <= kept_token_ids[0] <= kept_token_ids[-1] < V:
-        raise ValueError(f"kept_token_ids={list(kept_token_ids)} are not all ids from 0 to {V - 1}.")
+    mask_token_id = _mask_id(model, tokenizer, told.get("mask_token_id"))
+    special = tokenizer is not None and is_masked_language_model(model.config.model_type)
+    kept = set(told.get("kept_token_ids", tokenizer.all_special_ids if special else ())) - {mask_token_id}
+    if kept and not 0 <= min(kept) <= max(kept) < V:
+        raise ValueError(f"kept_token_ids={sorted(kept)} are not all ids from 0 to {V - 1}.")
+    frame = told.get("frame")
     if frame is None and tokenizer is not None:
-        ends = (tokenizer.bos_token_id, tokenizer.cls_token_id), (tokenizer.eos_token_id, tokenizer.sep_token_id)
-        first, last = (next((x for x in options if x is not None), None) for options in ends)
-        frame = (first, last) if {first, last} <= set(kept_token_ids) else None
-    if num_tokens is None:
-        num_tokens = V if tokenizer is None else len(tokenizer)
-    adaptation = Adaptation(
+        last = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        first = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        frame = (first, last) if {first, last} <= kept else None
+    num_tokens = told.get("num_tokens", V if tokenizer is None else len(tokenizer))
+    return Adaptation(
         mask_token_id=mask_token_id,
-        kept_token_ids=kept_token_ids,
+        kept_token_ids=tuple(sorted(kept)),
         num_tokens=max(num_tokens, mask_token_id + 1),
         frame=None if frame is None else tuple(frame),
-        max_length=_length(model, max_length),
-        shift=family.shift if shift is None else shift,
+        max_length=_length(model, told.get("max_length")),
+        shift=told.get("shift", family.shift),
     )
-    return _adapt(model, family, adaptation)
 
 
 def _refuse_what_does_not_fit(model: PreTrainedModel) -> Family:
@@ -267,6 +258,25 @@ class AdaptedModel:
         fill = hidden.index_fill if hidden.requires_grad else hidden.index_fill_
         return fill(-1, self.never_predicted, value)
 
+    def linear_layers(self, which: str) -> list[str]:
+        """The names of the linear layers that LoRA's targets "attention" and "linear" mean.
+
+        "attention": the projections of every block's attention. "linear": all linear layers of the blocks and of the
+        head, but no head that shares the embedding's weights, since merging would change these as well.
+        """
+        shared = self.get_input_embeddings().weight
+        names = []
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear) or module.weight is shared:
+                continue
+            within = name.removeprefix(f"{self.block_list}.")
+            if within == name:
+                of_head = any(f"{name}.".startswith(f"{part}.") for part in self.head_names)
+                names += [name] if of_head and which == "linear" else []
+            elif which == "linear" or "att" in within.lower() or within.endswith(("q_proj", "k_proj", "v_proj")):
+                names.append(name)
+        return names
+
     def generate(self, input_ids=None, *, num_samples=None, generation_config=None, **kwargs):
         """As for our own models; unprompted text is written between the ids that frame every row of training text."""
         described = any(kwargs.get(name) is not None for name in ("attention_mask", "prompt_mask"))
@@ -292,16 +302,8 @@ class AdaptedModel:
             self.save_adaptation(save_directory)
 
     def save_adaptation(self, folder) -> None:
-        """Write what the adapter was told, and the settings of `generate()` that differ from the defaults."""
-        record = asdict(self.adaptation)
-        defaults = DiffusionGenerationConfig.defaults
-        settings = self.generation_config.to_dict()
-        record["generation"] = {
-            name: settings[name]
-            for name in DiffusionGenerationConfig.fields
-            if settings.get(name) is not None and settings[name] != defaults.get(name)
-        }
-        write_json(Path(folder) / ADAPTATION, record)
+        """Write `diffusion.json`."""
+        write_adaptation(folder, self.adaptation, self.generation_config)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, for the command line: ours or in a released layout, a directory or a hub id."""
+"""Models and tokenizers by name, for the command line: ours, released or of another family, a directory or a hub id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedM
 
 from ..hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
+from .adaptation import read_adaptation
 from .lora import adapter_base, is_adapter, merge_adapter
+from .pretrained import is_a2d, load_adapted
 
 CLASSES = {
     model_type: model_class
@@ -19,18 +21,39 @@ CLASSES = {
 }
 
 
-def load_model(name: str, **kwargs) -> PreTrainedModel:
-    """An MDLM or DUO model in float32; `kwargs` go to `from_pretrained`.
+def load_model(
+    name: str,
+    *,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+    told: dict | None = None,
+    **kwargs,
+) -> PreTrainedModel:
+    """A diffusion model in float32: MDLM, DUO, or another family as `as_diffusion` makes it.
 
     A directory with LoRA adapters gives the model that they refine, with the adapters merged into its weights.
+
+    Args:
+        name: a directory or a hub id.
+        tokenizer: where the tokenizer of another family lies, if it is not beside the model.
+        max_length: the longest sequence of a model of another family; default: its own limit.
+        trust_remote_code: whether code that lies beside a model of another family may be run.
+        told: arguments of `as_diffusion` for a model of another family; default: `diffusion.json` beside the model or
+            adapters, else what its tokenizer says.
+        kwargs: go to `from_pretrained`.
 
     Raises:
         ValueError: no configuration there, or one of another kind of model; adapters whose base is missing.
     """
+    foreign = {"tokenizer": tokenizer, "max_length": max_length, "trust_remote_code": trust_remote_code}
+    told = told or {}
     if is_adapter(name):
         base, revision = adapter_base(name)
+        told = read_adaptation(name)
+        told.pop("generation", None)
         try:
-            model = load_model(base, **kwargs | {"revision": revision})
+            model = load_model(base, told=told, **foreign, **kwargs | {"revision": revision})
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{name} holds adapters for the base model {base!r}, which cannot be loaded ({error}). Put its path or "
@@ -43,16 +66,17 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
         raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
     if not found:
         raise ValueError(f"There is no config.json in {name!r}. Name a folder that holds a model.")
-    if found.get("model_type") not in CLASSES:
-        raise ValueError(
-            f"{name} is a model of type {found.get('model_type')!r}; known are {', '.join(map(repr, CLASSES))}."
-        )
-    return _with_weights(CLASSES[found["model_type"]], name, **{"dtype": "float32"} | kwargs)
+    kwargs = {"dtype": "float32"} | kwargs
+    if found.get("model_type") in CLASSES:
+        return _with_weights(CLASSES[found["model_type"]].from_pretrained, name, **kwargs)
+    known = told or read_adaptation(name, kwargs.get("revision"))
+    foreign["tokenizer"] = None if known else load_tokenizer(tokenizer or name, trust_remote_code)
+    return _with_weights(load_adapted, name, config=found, told=told, **foreign, **kwargs)
 
 
-def _with_weights(model_class, name: str, **kwargs) -> PreTrainedModel:
+def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
     try:
-        return model_class.from_pretrained(name, **kwargs)
+        return load(name, **kwargs)
     except (RuntimeError, pickle.UnpicklingError) as error:  # of torch, for pickled weights
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -69,8 +93,9 @@ def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
     """
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
-        ours = config.get("model_type") in CLASSES
-        return load_model(str(name)) if ours else _with_weights(AutoModel, str(name), dtype=torch.float32)
+        if config.get("model_type") in CLASSES:
+            return load_model(str(name))
+        return _with_weights(AutoModel.from_pretrained, str(name), dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -79,19 +104,25 @@ def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
         ) from error
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer.
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer. That of a tiny-A2D checkpoint gets the mask that its authors' code adds, if it lacks one.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        config, _ = PreTrainedConfig.get_config_dict(name)
+    except OSError:
+        config = {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.")
+    if is_a2d(config) and tokenizer.mask_token is None:
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     return tokenizer
 
 

@@ -1,7 +1,8 @@
-"""LoRA for the two models: which layers get adapters, and adapters on disk back to a model."""
+"""LoRA: which layers get adapters, and adapters on disk back to a model."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ TARGETS = {
 
 
 def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **options: Any) -> LoraConfig:
-    """A peft configuration for MDLM and DUO.
+    """A peft configuration for MDLM, DUO and adapted models.
 
     Args:
         targets: "attention" (projections of every block) or "linear" (also the MLPs and the vocabulary head: every
@@ -59,15 +60,29 @@ def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
-    """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path."""
+    """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path.
+
+    Raises:
+        ValueError: the adapters reach a head that shares the embedding's weights.
+    """
     from peft import get_peft_model
 
+    which = {pattern: name for name, pattern in TARGETS.items()}.get(str(peft_config.target_modules))
+    if which is not None and hasattr(model, "linear_layers"):  # another family has other names for these layers
+        peft_config = copy.copy(peft_config)
+        peft_config.target_modules = set(model.linear_layers(which))
     revision = peft_config.revision or getattr(model.config, "_commit_hash", None)
     wrapped = get_peft_model(model, peft_config, revision=revision)
     for config in wrapped.peft_config.values():
         name = config.base_model_name_or_path
         if name and Path(name).is_dir():
             config.base_model_name_or_path = os.path.abspath(name)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head.weight is embedding.weight and (hasattr(head, "base_layer") or hasattr(embedding, "base_layer")):
+        raise ValueError(
+            f"target_modules reaches the head of {type(model).__name__}, which shares the embedding's weights: merging "
+            "would change both. Leave the head out, or use targets: attention or linear, which do."
+        )
     return wrapped
 
 

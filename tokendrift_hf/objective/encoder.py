@@ -63,13 +63,14 @@ class FrozenEncoder:
         """
         if not hasattr(model, "disable_adapter"):
             raise ValueError("encoder='base' needs adapters: pass a peft_config, or leave encoder out for a copy.")
+        fields = {name: p for name, p in model.config.to_dict().items() if "dropout" in name and type(p) is float and p}
         dropouts = {name: module.p for name, module in model.named_modules() if getattr(module, "p", 0)}
-        if model.config.dropout or dropouts:
+        if fields or dropouts:
             found = ", ".join(f"{name}.p={p}" for name, p in list(dropouts.items())[:3])
             raise ValueError(
                 f"encoder='base' shares its modules with the student, whose dropout would reach the encoder (model "
-                f"dropout={model.config.dropout}, adapters: {found or 'none'}). Set config.dropout=0 and "
-                "lora_dropout=0, or leave encoder out for a frozen copy."
+                f"{', '.join(f'{name}={p}' for name, p in fields.items()) or 'dropout=0'}, modules: "
+                f"{found or 'none'}). Set dropout: 0 and lora_dropout=0, or leave encoder out for a frozen copy."
             )
         # transformers renamed it in 5.24, and warns of the old name.
         name = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
+from ..models.adaptation import ADAPTATION
 from .drift_config import recorded_settings
 from .ema import EMACallback, WeightEMA
 from .manifest import MANIFEST, changed_settings, last_complete_checkpoint, read_manifest, write_manifest
@@ -136,10 +137,11 @@ class ResumableTrainer(Trainer):
             write_manifest(Path(output_dir), {"global_step": self.state.global_step, "settings": self._settings()})
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        # The Trainer copies the files whose names it knows; code and card are not among them.
+        # The Trainer copies the files whose names it knows; code, card and adaptation are not among them.
         if self.is_world_process_zero():
-            for path in [*Path(checkpoint_folder).glob("*_tokendrift.py"), Path(checkpoint_folder, "README.md")]:
-                shutil.copy(path, self.args.output_dir)
+            for pattern in ("*_tokendrift.py", "README.md", ADAPTATION):
+                for path in Path(checkpoint_folder).glob(pattern):
+                    shutil.copy(path, self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
 
 

@@ -83,7 +83,7 @@ class DriftTrainer(ResumableTrainer):
             self.encoder = _frozen_encoder(encoder, model, args)
         if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
-        length, mask_id = base.config.max_position_embeddings, self.process.mask_id
+        length, mask_id = base.longest, self.process.mask_id
         kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, length, mask_id))
         super().__init__(model=model, args=args, **kwargs)
         # After the Trainer has read the launch: only now the device and FSDP are known.
@@ -265,6 +265,9 @@ class DriftTrainer(ResumableTrainer):
             self.train_objective.load_state_dict(state["drift_queues"])
 
     def write_card(self, folder):
+        base = base_of(self.model)
+        if hasattr(base, "save_adaptation"):  # a folder of adapters does not hold what the model was told
+            base.save_adaptation(folder)
         self.card.repo = self.hub_model_id or self.args.hub_model_id
         self.card.settings["trained_steps"] = self.state.global_step
         self.card.save(Path(folder))
@@ -291,8 +294,8 @@ def _refuse(model, args, peft_config) -> None:
     base = base_of(model)
     if not hasattr(base, "process"):
         raise ValueError(
-            f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM and "
-            "DUOForMaskedLM, which also read the released checkpoints."
+            f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM, "
+            "DUOForMaskedLM, and other masked language models once they went through as_diffusion(model, ...)."
         )
     if peft_config is not None and hasattr(model, "peft_config"):
         raise ValueError(
