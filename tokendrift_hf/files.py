@@ -1,18 +1,38 @@
-"""Files of JSON: written whole, so that a reader sees the old content or the new one, and read with a look at them."""
+"""Files written whole, so that a reader sees the old content or the new one, and JSON read with a look at it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_json(path: Path, value: dict | list) -> None:
-    """Write in one step that cannot be seen half-done; folders are made."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Another path to write to, which becomes `path` in one step when the block ends. Folders are made.
+
+    After an error, such as that of a full disk, `path` is what it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, default=str), encoding="utf-8")
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in one step that cannot be seen half-done."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: dict | list) -> None:
+    """Write a value as JSON in one step that cannot be seen half-done."""
+    write_text(path, json.dumps(value, indent=2, default=str))
 
 
 def read_json(path: Path) -> dict:

@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ..data.decoding import decode
     from ..data.packing import row_ends
+    from ..files import write_text
     from ..models.loading import load_model, load_tokenizer
     from .watch import Watch
 
@@ -81,7 +82,6 @@ def run(options: argparse.Namespace) -> int:
             for i, (text, n) in enumerate(zip(texts, num_left_out, strict=True))
         ]
         lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(options.output, "\n".join(lines) + "\n")
         print(f"{len(texts)} samples in {options.output}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..files import write_text, written_whole
 from .comparison import AtEntropy, Comparison, ResultRow
 
 
@@ -18,7 +19,7 @@ def write_report(comparison: Comparison, folder: Path) -> str:
         for label, value in comparison.nelbo.items():
             lines.append([label, f"{value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error)"])
         markdown += f"\n{_markdown(lines)}"
-    (folder / "table.md").write_text(markdown, encoding="utf-8")
+    write_text(folder / "table.md", markdown)
     plot(comparison.rows, folder / "plot.png", comparison.real_text, comparison.curve)
     return markdown
 
@@ -142,5 +143,6 @@ def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # below, over nothing
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     return figure

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainingArguments
 
 from .. import __version__
+from ..files import write_text
 from ..models.lora import base_of
 
 # Licences of the assets, from the table in the paper's appendix.
@@ -128,7 +129,7 @@ class Card:
 
     def save(self, folder: Path) -> None:
         """Write README.md."""
-        (folder / "README.md").write_text(str(self.render()), encoding="utf-8")
+        write_text(folder / "README.md", str(self.render()))
 
     def _origin(self) -> str:
         if not self.base:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from ..files import write_json
+from ..files import write_json, written_whole
 from .drift_config import DriftConfig
 
 logger = logging.getLogger(__name__)
@@ -136,5 +136,6 @@ def plot_dynamics(points: list[dict], path: Path):
         axis.set(xlabel="step", ylabel={"gen_ppl": "Gen.-PPL", "entropy": "entropy (nats)"}[kind])
         axis.set_yscale("log" if kind == "gen_ppl" else "linear")
         axis.legend(title="NFE")
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     return figure
