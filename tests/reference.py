@@ -81,3 +81,55 @@ def posterior(process, p_x0, x_t, alpha_t, alpha_s):
     noisy = alpha_s * p_x0 + (1 - alpha_s) / V
     weights = (noisy * ((1 - a) / V)).scatter_add(-1, at_x_t, a * noisy.gather(-1, at_x_t))
     return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def mmd_loss(log_p, real, draws, ids, positions, *, groups, samples, bandwidth, credit):
+    """The policy-gradient loss of the paired MMD from its formulas, over rows, in float64 and by loops over everything.
+
+    Each list has an entry a row: log_p [n, V] with a graph, real [n, m], draws [D][n, m], ids [D][n], positions [n].
+    """
+    tokens, advantages, chosen = 0, [], []
+    for row in range(len(log_p)):
+        n, D = len(real[row]), groups * samples
+        phi = [real[row].double().tolist()] + [x.double().tolist() for x in draws[row]]
+
+        def k(a, i, b, j, phi=phi):
+            return math.exp(-(math.dist(phi[a][i], phi[b][j]) ** 2) / (2 * bandwidth**2))
+
+        if credit == "sequence":
+            rewards = []
+            for g in range(groups):
+                members = range(1 + g * samples, 1 + (g + 1) * samples)
+                pull = sum(k(0, j, b, i) for b in members for i in range(n) for j in range(n)) * 2 / (samples * n * n)
+                push = sum(
+                    k(b, i, c, j)
+                    for b in members
+                    for c in members
+                    if b != c
+                    for i in range(n)
+                    for j in range(n)
+                    if i != j
+                ) / (samples * (samples - 1) * n * (n - 1))
+                rewards.append(pull - push)
+            for b in range(D):
+                g = b // samples
+                others = [r for h, r in enumerate(rewards) if h != g]
+                advantages += [rewards[g] - sum(others) / len(others)] * n
+        else:
+            for b in range(1, D + 1):
+                rest = [c for c in range(1, D + 1) if c != b]
+
+                def share(a, i, rivals, n=n, k=k):
+                    pull = 2 * sum(k(a, i, 0, j) for j in range(n)) / n
+                    pairs = [k(a, i, c, j) for c in rivals for j in range(n) if j != i]
+                    return pull - 2 * (sum(pairs) / len(pairs) if pairs else 0)
+
+                for i in range(n):
+                    near = [j for j in range(n) if abs(positions[row][j] - positions[row][i]) <= credit]
+                    own = sum(share(b, j, rest) for j in near) / len(near)
+                    others = [share(c, j, [d for d in rest if d != c]) for c in rest for j in near]
+                    advantages.append(own - sum(others) / len(others))
+        chosen += [log_p[row][i, ids[row][b][i]] for b in range(D) for i in range(n)]
+        tokens += n * D
+    scale = 1.0 if credit == "sequence" else math.sqrt(sum(a * a for a in advantages) / tokens)
+    return -sum(a / scale * x for a, x in zip(advantages, chosen, strict=True)) / tokens

@@ -33,10 +33,14 @@ CASES = {
     "mirror": dict(objective="mirror_kl", base_loss_weight=0.5, learning_rate=0.1),
     "mirror_checkpointing": {"objective": "mirror_kl", "learning_rate": 0.1, CHECKPOINTING: True},
     "tokens": dict(feature_pooling="tokens", feature_tokens=6, base_loss_weight=0.1, learning_rate=0.1),
+    "mmd": dict(objective="mmd", base_loss_weight=0.1),
+    "mmd_sequence": dict(objective="mmd", mmd_credit="sequence"),
     "continuation": dict(objective="none", base_loss_weight=1.0),
     "accumulation": dict(objective="none", base_loss_weight=1.0, gradient_accumulation_steps=2),
 }
 UNEVEN = ("tokens", "continuation", "accumulation")  # have rows of unequal length
+
+COMPARED = {"mmd": "mmd_attraction", "mmd_sequence": "mmd_attraction"}  # which number of the log is compared as well
 
 
 def case(name: str, folder: Path, **fields):
@@ -98,7 +102,7 @@ def main():
     for name in CASES:
         trainer = case(name, FOLDER, ddp_backend="gloo")
         trainer.train()
-        report[name] = {"loss": logged(trainer), "distance": logged(trainer, "feature_distance")}
+        report[name] = {"loss": logged(trainer), "distance": logged(trainer, COMPARED.get(name, "feature_distance"))}
         queues = queues_of(trainer)
         save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
 

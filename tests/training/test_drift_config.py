@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from toys import config
+from toys import config, make_trainer
 
 from tokendrift_hf import DriftConfig
+from tokendrift_hf.objective.mmd_objective import MMDObjective
 
 
 def test_defaults_are_the_papers(tmp_path):
@@ -23,7 +24,7 @@ def test_defaults_are_the_papers(tmp_path):
     [
         (
             {"objective": "l2"},
-            "objective='l2' is not known; choose one of 'feature', 'mirror_kl', 'mirror_mse', 'none'",
+            "objective='l2' is not known; choose one of 'feature', 'mirror_kl', 'mirror_mse', 'mmd', 'none'",
         ),
         ({"learning_rate": -1e-5}, "learning_rate=-1e-05 is out of range"),
         ({"max_steps": 0}, "max_steps=0: give the number of steps, or -1"),
@@ -49,6 +50,13 @@ def test_defaults_are_the_papers(tmp_path):
         ({"feature_tokens": 0}, "feature_tokens=0 is out of range: it must be at least 1"),
         ({"encoder_timestep": 1.1}, "encoder_timestep=1.1 is out of range"),
         ({"encoder_timestep": -0.1}, "encoder_timestep=-0.1 is out of range"),
+        ({"mmd_groups": 1}, "mmd_groups=1 leaves no other draw for a baseline: give 2 or more"),
+        ({"mmd_samples": 1}, "mmd_samples=1 leaves no other draw for a repulsion: give 2 or more"),
+        ({"mmd_groups": 2.5}, "mmd_groups must be a whole number, but it is 2.5"),
+        ({"mmd_bandwidth": 0}, "mmd_bandwidth=0 is out of range: it must be above 0"),
+        ({"mmd_credit": -1}, "mmd_credit=-1 is out of range: it must be at least 0"),
+        ({"mmd_credit": 1.5}, "mmd_credit must be a whole number, but it is 1.5"),
+        ({"mmd_credit": "token"}, "mmd_credit='token' is not known: give 'sequence' or a number of tokens"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 never takes in a new weight"),
         ({"ema_decay": 0.0}, "ema_decay=0.0 is out of range"),
         (
@@ -67,6 +75,15 @@ def test_defaults_are_the_papers(tmp_path):
 def test_bad_fields_are_refused(fields, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         config(tmp_path, **{"save_strategy": "steps"} | fields)
+
+
+def test_the_layers_are_the_objectives_own(tmp_path):
+    """Of the paper for the drift, a third up the stack for mmd; the trainer writes them down."""
+    assert config(tmp_path).feature_layers == config(tmp_path, objective="mirror_kl").feature_layers == [-2, -1]
+    assert config(tmp_path, objective="mmd").feature_layers is None
+    assert make_trainer(tmp_path, objective="mmd").args.feature_layers == [1]
+    assert make_trainer(tmp_path, objective="mmd", feature_layers=[0, 2]).args.feature_layers == [0, 2]
+    assert [MMDObjective.default_layers(blocks) for blocks in (1, 5, 12, 24)] == [(1,), (2,), (4,), (8,)]
 
 
 def test_survives_json_and_samples_at_the_start(tmp_path):

@@ -52,6 +52,7 @@ class DriftObjective:
     """
 
     needs_encoder = True
+    default_layers = (-2, -1)  # the last two blocks, as in the paper
 
     def __init__(self, encoder: FrozenEncoder, config: Any):
         self.encoder, self.config = encoder, config

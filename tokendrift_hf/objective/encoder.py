@@ -22,7 +22,8 @@ class FrozenEncoder:
         model: a transformers model that takes `inputs_embeds`. It is put into eval mode and frozen in place, unless
             `frozen` is given: pass a copy (`FrozenEncoder.copy_of`) if the model is trained elsewhere.
         layers: which hidden states make the feature, concatenated: 0 the embeddings, i the output of block i, negative
-            from the end (-1 is the last block, before any final norm).
+            from the end (-1 is the last block, before any final norm). Or a function that names them, given the number
+            of blocks.
         timestep: the diffusion time in [0, 1] that a time-conditioned model is told.
         frozen: a context in which `model` acts as the frozen encoder although it is trained outside of it
             (peft's `disable_adapter`).
@@ -34,18 +35,18 @@ class FrozenEncoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        layers: Sequence[int] = (-2, -1),
+        layers: Sequence[int] | Callable[[int], Sequence[int]] = (-2, -1),
         timestep: float = 0.0,
         frozen: Callable[[], AbstractContextManager] | None = None,
     ):
         self.model = model if frozen else model.eval().requires_grad_(False)
-        self.layers, self.timestep = tuple(layers), timestep
-        self.frozen = frozen or nullcontext
         count = model.config.num_hidden_layers + 1
+        self.layers, self.timestep = tuple(layers(count - 1) if callable(layers) else layers), timestep
+        self.frozen = frozen or nullcontext
         if not self.layers or any(not -count <= layer < count for layer in self.layers):
             raise ValueError(
-                f"feature_layers={list(layers)}: this encoder has hidden states 0 (the embeddings) to {count - 1} (its "
-                f"last block), or -{count} to -1."
+                f"feature_layers={list(self.layers)}: this encoder has hidden states 0 (the embeddings) to {count - 1} "
+                f"(its last block), or -{count} to -1."
             )
 
     @classmethod
@@ -141,6 +142,13 @@ class FrozenEncoder:
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, output_hidden_states=True, return_dict=True
         ).hidden_states
 
+    def token_features(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The hidden states of the layers side by side as they are, ``[B, L, m]``, float32 or wider."""
+        with self.frozen():
+            hidden_states = self.hidden_states(inputs_embeds, attention_mask)
+        features = torch.cat([hidden_states[layer] for layer in self.layers], dim=-1)
+        return features.to(torch.promote_types(features.dtype, torch.float32))
+
     def __call__(
         self, inputs_embeds: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
@@ -154,9 +162,7 @@ class FrozenEncoder:
         Returns:
             ``[B, m]``, or ``[B * S, m]`` with `positions`; m = d * number of layers.
         """
-        with self.frozen():
-            hidden_states = self.hidden_states(inputs_embeds, attention_mask)
-        x = torch.cat([hidden_states[layer] for layer in self.layers], dim=-1).float()
+        x = self.token_features(inputs_embeds, attention_mask).float()
         if positions is not None:
             x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1])).flatten(0, 1)
         elif attention_mask is not None:

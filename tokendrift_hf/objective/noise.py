@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 TRAIN, EVALUATE = 0, 1  # the two streams of noise
+DRAWS = 1  # ends the key of what is drawn later; not 0, which numpy takes for no further number
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -25,12 +26,26 @@ class Noise:
         uniforms: ``[B, L]`` in [0, 1): which positions are corrupted.
         random_tokens: ``[B, L]``, ids drawn uniformly from the whole vocabulary.
         order: ``[B, L]``, uniform in [0, 1): the S largest choose S positions at random.
+        key: what names this noise, as `row_noise` was given it.
+        rows: the global positions of the rows.
     """
 
     time: Tensor
     uniforms: Tensor
     random_tokens: Tensor
     order: Tensor
+    key: tuple[int, ...]
+    rows: range
+
+    def draws(self, count: int) -> Tensor:
+        """Further uniforms in [0, 1) for `count` draws of every token, ``[count, B, L]``, independent of the others.
+
+        Those of position l of row i depend on (`key`, i, l, `count`) alone.
+        """
+        out = np.empty((len(self.rows), self.order.shape[1], count))
+        for i, row in enumerate(self.rows):
+            np.random.default_rng((*self.key, row, DRAWS)).random(out=out[i])
+        return torch.from_numpy(out).permute(2, 0, 1)
 
 
 def row_noise(key: tuple[int, ...], rows: Sequence[int], length: int, vocab_size: int) -> Noise:
@@ -50,7 +65,7 @@ def row_noise(key: tuple[int, ...], rows: Sequence[int], length: int, vocab_size
         time[i] = generator.random()
         generator.random(out=positions[i])  # position by position, so that a longer row begins like a shorter one
     uniforms, tokens, order = torch.from_numpy(positions).unbind(-1)
-    return Noise(torch.from_numpy(time), uniforms, (tokens * vocab_size).long(), order)
+    return Noise(torch.from_numpy(time), uniforms, (tokens * vocab_size).long(), order, key, rows)
 
 
 def spread_times(rows: Sequence[int]) -> Tensor:

@@ -1,7 +1,8 @@
 """The objectives by the names that `DriftConfig.objective` takes. A further one is a file beside this and a line here.
 
 An objective is called as `DriftObjective` is, with logits and a corrupted batch, and returns a loss and what to log. It
-has `accept`, `state_dict` and `load_state_dict`, and says whether it `needs_encoder`.
+has `accept`, `state_dict` and `load_state_dict`. It says whether it `needs_encoder`, and of which
+`default_layers`: indices of hidden states, or a function of the number of blocks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from typing import Any
 
 from .drift_objective import DriftObjective
 from .encoder import FrozenEncoder
+from .mmd_objective import MMDObjective
 
-OBJECTIVES = {"feature": DriftObjective, "mirror_kl": DriftObjective, "mirror_mse": DriftObjective}
+OBJECTIVES = {
+    "feature": DriftObjective,
+    "mirror_kl": DriftObjective,
+    "mirror_mse": DriftObjective,
+    "mmd": MMDObjective,
+}
 
 
-def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | None:
+def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | MMDObjective | None:
     """The objective that `config.objective` names, with its settings from `config`; None for "none".
 
     Raises:

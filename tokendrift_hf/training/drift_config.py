@@ -68,7 +68,8 @@ class DriftConfig(TrainingArguments):
         default="feature",
         metadata={
             "help": "feature: L2 to the drifted feature (the paper's main method); mirror_kl, mirror_mse: a mirror "
-            "teacher in logit space; none: no drift, which with base_loss_weight=1 is plain continued training."
+            "teacher in logit space; mmd: draws against the real row, by policy gradient; none: none of these, which "
+            "with base_loss_weight=1 is plain continued training."
         },
     )
     base_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the model's own NELBO in the loss."})
@@ -105,10 +106,28 @@ class DriftConfig(TrainingArguments):
         default=True, metadata={"help": "Use the features of all processes as anchors and references."}
     )
 
+    # Draws (objective mmd)
+    mmd_groups: int = field(default=4, metadata={"help": "Groups of draws from one prediction, at least 2."})
+    mmd_samples: int = field(default=2, metadata={"help": "Draws a group, at least 2."})
+    mmd_bandwidth: float = field(
+        default=1.0,
+        metadata={"help": "Width of the kernel, in median distances between features of real tokens at the start."},
+    )
+    mmd_credit: int | str = field(
+        default=1,
+        metadata={
+            "help": "Whose reward a drawn token is given: that of the tokens within so many of it (0: its own alone), "
+            "or 'sequence', that of the whole draw as published, which needs batches of hundreds of rows."
+        },
+    )
+
     # Encoder
-    feature_layers: list[int] = field(
-        default_factory=lambda: [-2, -1],
-        metadata={"help": "Hidden states that make the feature: 0 embeddings, i output of block i, -1 last block."},
+    feature_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Hidden states that make the feature: 0 embeddings, i output of block i, -1 last block. null: the "
+            "objective's own, which is [-2, -1] as in the paper, and for mmd the block a third up the stack."
+        },
     )
     feature_pooling: str = field(
         default="mean", metadata={"help": "mean: one feature a sequence; tokens: one a position (feature_tokens)."}
@@ -146,49 +165,78 @@ class DriftConfig(TrainingArguments):
         _number("learning_rate", self.learning_rate, at_least=0)
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
+        self._check_objective()
+        self._check_drift()
+        self._check_draws()
+        self._check_encoder()
+        self._check_averages()
+        self._check_samples()
+
+    def _check_objective(self):
         _choice("objective", self.objective, (*OBJECTIVES, "none"))
+        _number("base_loss_weight", self.base_loss_weight, at_least=0)
+        if self.objective == "none" and self.base_loss_weight == 0:
+            raise ValueError(
+                "objective='none' with base_loss_weight=0 leaves nothing to train on. Set base_loss_weight=1 for "
+                "continued training, or choose an objective."
+            )
+
+    def _check_drift(self):
         _choice("encoder_input", self.encoder_input, ENCODER_INPUTS)
         _choice("drift_kernel", self.drift_kernel, KERNELS)
-        _choice("feature_pooling", self.feature_pooling, POOLINGS)
-        _number("base_loss_weight", self.base_loss_weight, at_least=0)
         _number("drift_scale", self.drift_scale, above=0)
         _number("mirror_step_size", self.mirror_step_size, above=0)
         if self.mirror_eta is not None:
             _number("mirror_eta", self.mirror_eta, above=0)
         _number("attraction", self.attraction, at_least=0)
         _number("repulsion", self.repulsion, at_least=0)
+        if self.objective != "none" and self.attraction == self.repulsion == 0:
+            raise ValueError("attraction=0 and repulsion=0 give a field of zero: set at least one of them above 0.")
         _number("queue_size", self.queue_size, at_least=0, whole=True)
-        _number("feature_tokens", self.feature_tokens, at_least=1, whole=True)
-        _number("encoder_timestep", self.encoder_timestep, at_least=0)
-        if self.encoder_timestep > 1:
-            raise ValueError(f"encoder_timestep={self.encoder_timestep} is out of range: a time lies in [0, 1].")
         if not isinstance(self.temperatures, (list, tuple)) or not self.temperatures:
             raise ValueError(f"temperatures must be a list of positive numbers, but it is {self.temperatures!r}.")
         for temperature in self.temperatures:
             _number("temperatures", temperature, above=0)
         self.temperatures = list(self.temperatures)
-        if not isinstance(self.feature_layers, (list, tuple)) or not self.feature_layers:
-            raise ValueError(f"feature_layers must be a list of whole numbers, but it is {self.feature_layers!r}.")
-        for layer in self.feature_layers:
-            _number("feature_layers", layer, whole=True)
-        self.feature_layers = list(self.feature_layers)
-        if self.ema_decay is not None:
-            _number("ema_decay", self.ema_decay, above=0)
-            if self.ema_decay >= 1:
-                raise ValueError(f"ema_decay={self.ema_decay} never takes in a new weight: it must be below 1.")
-            if self.save_only_model and self.load_best_model_at_end:
-                raise ValueError(
-                    "ema_decay with save_only_model=True leaves the averaged weights out of the checkpoints, so that "
-                    "load_best_model_at_end cannot restore them. Switch one of the three off."
-                )
-        self._check_samples()
-        if self.objective == "none" and self.base_loss_weight == 0:
+
+    def _check_draws(self):
+        _number("mmd_bandwidth", self.mmd_bandwidth, above=0)
+        for name, use in (("mmd_groups", "a baseline"), ("mmd_samples", "a repulsion")):
+            _number(name, getattr(self, name), whole=True)
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}={getattr(self, name)} leaves no other draw for {use}: give 2 or more.")
+        if self.mmd_credit != "sequence":
+            if isinstance(self.mmd_credit, str):
+                raise ValueError(f"mmd_credit={self.mmd_credit!r} is not known: give 'sequence' or a number of tokens.")
+            _number("mmd_credit", self.mmd_credit, at_least=0, whole=True)
+
+    def _check_encoder(self):
+        _choice("feature_pooling", self.feature_pooling, POOLINGS)
+        _number("feature_tokens", self.feature_tokens, at_least=1, whole=True)
+        _number("encoder_timestep", self.encoder_timestep, at_least=0)
+        if self.encoder_timestep > 1:
+            raise ValueError(f"encoder_timestep={self.encoder_timestep} is out of range: a time lies in [0, 1].")
+        default = getattr(OBJECTIVES.get(self.objective), "default_layers", (-2, -1))
+        if self.feature_layers is None and not callable(default):  # else it depends on the encoder's depth
+            self.feature_layers = list(default)
+        if self.feature_layers is not None:
+            if not isinstance(self.feature_layers, (list, tuple)) or not self.feature_layers:
+                raise ValueError(f"feature_layers must be a list of whole numbers, but it is {self.feature_layers!r}.")
+            for layer in self.feature_layers:
+                _number("feature_layers", layer, whole=True)
+            self.feature_layers = list(self.feature_layers)
+
+    def _check_averages(self):
+        if self.ema_decay is None:
+            return
+        _number("ema_decay", self.ema_decay, above=0)
+        if self.ema_decay >= 1:
+            raise ValueError(f"ema_decay={self.ema_decay} never takes in a new weight: it must be below 1.")
+        if self.save_only_model and self.load_best_model_at_end:
             raise ValueError(
-                "objective='none' with base_loss_weight=0 leaves nothing to train on. Set base_loss_weight=1 for "
-                "continued training, or choose a drift objective."
+                "ema_decay with save_only_model=True leaves the averaged weights out of the checkpoints, so that "
+                "load_best_model_at_end cannot restore them. Switch one of the three off."
             )
-        if self.objective != "none" and self.attraction == self.repulsion == 0:
-            raise ValueError("attraction=0 and repulsion=0 give a field of zero: set at least one of them above 0.")
 
     def _check_samples(self):
         if not isinstance(self.gen_ppl_num_steps, (list, tuple)):

@@ -83,6 +83,7 @@ class DriftTrainer(ResumableTrainer):
             self.encoder = _frozen_encoder(encoder, model, args)
         if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
+            args.feature_layers = list(self.encoder.layers)  # the card and a resumed run name what was used
         length, mask_id = base.longest, self.process.mask_id
         kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, length, mask_id))
         super().__init__(model=model, args=args, **kwargs)
@@ -307,7 +308,7 @@ def _refuse(model, args, peft_config) -> None:
 def _frozen_copy(model, args: DriftConfig) -> FrozenEncoder | None:
     if not _needs_encoder(args):
         return None
-    return FrozenEncoder.copy_of(model, layers=args.feature_layers, timestep=args.encoder_timestep)
+    return FrozenEncoder.copy_of(model, **_encoder_settings(args))
 
 
 def _frozen_encoder(encoder, model, args: DriftConfig) -> FrozenEncoder | None:
@@ -316,8 +317,12 @@ def _frozen_encoder(encoder, model, args: DriftConfig) -> FrozenEncoder | None:
         return None
     if isinstance(encoder, (str, os.PathLike)) and encoder != "base":
         encoder = load_encoder(encoder)
-    settings = {"layers": args.feature_layers, "timestep": args.encoder_timestep}
-    return FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **settings)
+    return FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **_encoder_settings(args))
+
+
+def _encoder_settings(args: DriftConfig) -> dict:
+    layers = args.feature_layers or OBJECTIVES[args.objective].default_layers
+    return {"layers": layers, "timestep": args.encoder_timestep}
 
 
 def _needs_encoder(args: DriftConfig) -> bool:
