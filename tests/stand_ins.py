@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 V = 24  # 0 pad, 1 cls, 2 sep, 3 mask, then tokens
 PAD, CLS, SEP, MASK = range(4)
@@ -72,3 +72,11 @@ def text_rows(count: int, length: int = 12) -> list[dict]:
     ids = (starts[:, None] + torch.arange(length)) % (V - 4) + 4
     ids[:, 0], ids[:, -1] = CLS, SEP
     return [{"input_ids": row.tolist()} for row in ids]
+
+
+def decoder(model_type: str, seed: int = 0, is_causal: bool | None = False, **changes):
+    """A tiny decoder of transformers; is_causal: None leaves it out of the configuration, as in released files."""
+    config = tiny_config(model_type, **changes)
+    if is_causal is not None:
+        config.is_causal = is_causal
+    return randomised(AutoModelForCausalLM.from_config(config), seed)

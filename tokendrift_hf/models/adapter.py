@@ -354,11 +354,11 @@ def _block_list(model: PreTrainedModel) -> str:
 
 
 def _probe(model, adaptation: Adaptation) -> Tensor:
-    """Two rows [2, L] of a few ids that differ in the last alone."""
+    """Three rows [3, L] of a few ids: the second differs from the first in its last id, the third in the one before."""
     usable = set(range(adaptation.num_tokens)) - {adaptation.mask_token_id, *adaptation.kept_token_ids}
     some = sorted(usable)[:: max(1, len(usable) // 8)][: min(8, adaptation.max_length)]
-    rows = torch.tensor([some, [*some[:-1], some[0]]], device=model.device)
-    rows[:, 1] = adaptation.mask_token_id
+    rows = torch.tensor([some] * 3, device=model.device)
+    rows[:, 0], rows[1, -1], rows[2, -2] = adaptation.mask_token_id, some[0], some[0]
     return rows
 
 
@@ -397,27 +397,37 @@ def _check(model, ids: Tensor, expected: Tensor) -> None:
     name = type(model).__name__
     predicted = torch.ones(model.config.vocab_size, dtype=torch.bool, device=ids.device)
     predicted[model.never_predicted] = False
+
+    def logits(row, exists=None):
+        return model(input_ids=row[None], attention_mask=exists).logits[0, :, predicted]
+
+    # Our logits, from embeddings and the modules of the head, are those of the family's own forward.
+    first, second, third = ids
     if model.adaptation.shift:
         expected = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)
-    one, other = (model(input_ids=row[None]).logits[..., predicted] for row in ids)
-    expected = expected[..., predicted].to(one.dtype)
-    error, scale = (one - expected).abs().max(), expected.abs().max()
+    plain, expected = logits(first), expected[0, :, predicted]
+    error, scale = (plain - expected).abs().max(), expected.abs().max()
     if not error <= (1e-4 if expected.dtype == torch.float32 else 3e-2) * scale:
         raise ValueError(
             f"{name}: the modules after its last block ({', '.join(model.head_names)}), run in this order on "
             f"embeddings, give other logits than its own forward (they differ by {float(error):.3g}). Its head or its "
             "embedding does more than its modules say, so it cannot be adapted."
         )
-    if one[0, 0].equal(other[0, 0]):
+    # A later token changes an earlier position, also where the mask has zeros.
+    exists = torch.ones_like(ids[:1])
+    exists[0, -1] = 0
+    masked = logits(first, exists)
+    if plain[0].equal(logits(second)[0]) or masked[0].equal(logits(third, exists)[0]):
         raise ValueError(
             f"{name} is causal: a later token changes nothing at an earlier position, so masks could be filled from "
             "the left alone. Set config.is_causal = False if it was trained to see both sides (transformers 5.24 and "
             "later; classes that ignore it cannot be adapted)."
         )
-    exists = torch.ones_like(ids[:1])
-    exists[0, -1] = 0
-    one, other = (model(input_ids=row[None], attention_mask=exists).logits[0, :-1] for row in ids)
-    if not one.equal(other):
+    # A position that does not exist changes nothing; experts may round differently.
+    leak, effect = (
+        (one - other)[:-1].abs().max() for one, other in ((masked, logits(second, exists)), (plain, logits(second)))
+    )
+    if leak > 1e-3 * effect:
         raise ValueError(
             f"{name} sees padding: a token that attention_mask leaves out changes other positions. Rows of unequal "
             "length would depend on their neighbours, so it cannot be adapted."

@@ -126,8 +126,10 @@ class FrozenEncoder:
 
     @property
     def embedding(self) -> Tensor:
-        """E, ``[V, d]``, without gradient."""
-        return self.model.get_input_embeddings().weight.detach()
+        """E, ``[V, d]``, without gradient: what the model's blocks are given for each id, scaled where it scales."""
+        module = self.model.get_input_embeddings()
+        table = module.weight.detach()
+        return table * module.embed_scale if hasattr(module, "embed_scale") else table
 
     def to(self, device: torch.device) -> FrozenEncoder:
         self.model.to(device)
