@@ -137,6 +137,18 @@ def test_ids_that_the_tokenizer_lacks_are_left_out_of_the_text_and_counted(text_
     assert [sample["text"] for sample in samples] == words.batch_decode([[i for i in r if i < 22] for r in rows])
 
 
+def test_generate_continues_several_prompts(text_files, tmp_path):
+    """Each as often as asked for, in the order given, and with what it would get in that row of a batch."""
+    prompts = ["Return the", "of an object and its size", "Return the"]
+    path = tmp_path / "samples.jsonl"
+    call = ["generate", str(text_files / "base"), *(word for text in prompts for word in ("--prompt", text))]
+    assert main([*call, "--num-samples", "2", "--num-steps", "2", "--output", str(path)]) == 0
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [sample["prompt"] for sample in samples] == [text for text in prompts for _ in range(2)]
+    assert all(sample["text"].startswith(sample["prompt"]) for sample in samples)
+    assert len({sample["text"] for sample in samples}) == 6, "each row has random numbers of its own"
+
+
 def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys):
     path = tmp_path / "long.jsonl"
     call = ["generate", str(text_files / "base"), "--max-new-tokens", "30", "--num-steps", "1", "--temperature", "0"]
@@ -156,7 +168,7 @@ def test_generate_writes_text_longer_than_the_model(text_files, tmp_path, capsys
         (["base", "--watch", "--num-samples", "2"], "--watch shows one text"),
         (["no_config"], "There is no config.json in .*no_config"),
         (["nowhere"], "There is no model .*nowhere"),
-        (["judge"], "type 'gpt2'"),
+        (["judge"], "Give mask_token_id"),
     ],
 )
 def test_generate_says_what_is_wrong(text_files, capsys, words, message):

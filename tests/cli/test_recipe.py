@@ -50,7 +50,6 @@ def _write(tmp_path, text):
         ("max_steps: 3", "the field model is missing"),
         ("- a\n- b", "must hold fields"),
         ("model: [", "not valid YAML"),
-        ("model: x\nreference_split: train\nnum_samples: 1", "num_samples=1: the line of real text"),
     ],
 )
 def test_wrong_recipes_are_refused(tmp_path, text, message):

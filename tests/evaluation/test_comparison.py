@@ -108,11 +108,11 @@ def test_evaluating_models_with_real_text(text_model, text_judge, tmp_path):
     assert len(results.records) == 2 * 2 * 2 + beside
 
 
-def test_too_little_text_is_noticed_before_any_sampling(text_model, text_judge, tmp_path, monkeypatch):
+def test_text_that_is_none_is_noticed_before_any_sampling(text_model, text_judge, tmp_path, monkeypatch):
     harness = Harness({"base": text_model[0]}, text_model[1], text_judge, tmp_path, Sampling())
     monkeypatch.setattr(harness, "run", None)
-    with pytest.raises(ValueError, match="at least 2 rows"):
-        evaluate_models(harness, words(text_model[1], 1))
+    with pytest.raises(ValueError, match="at least one"):
+        evaluate_models(harness, [])
 
 
 def test_one_temperature_makes_no_curve(text_model, text_judge, tmp_path):

@@ -49,7 +49,7 @@ class KnownNelbo(torch.nn.Module):
     config, device = SimpleNamespace(vocab_size=12), torch.device("cpu")
 
     def forward(self, input_ids, timesteps):
-        return SimpleNamespace(logits=None)
+        return SimpleNamespace(logits=input_ids[..., None])  # of a vocabulary that does not matter
 
     @property
     def process(self):
@@ -94,9 +94,27 @@ def test_nelbo_does_not_depend_on_the_order_in_which_documents_come():
     assert found["nelbo_se"] == pytest.approx((143 / 12 + 4**2 / 12 / 4) ** 0.5 / 96**0.5, rel=0.2)
 
 
-def test_nelbo_needs_two_rows():
-    with pytest.raises(ValueError, match="at least 2 rows"):
-        nelbo_perplexity(tiny_model("mdlm"), torch.zeros(1, 16, dtype=torch.long))
+def test_one_text_has_a_value_and_no_standard_error():
+    rows = torch.arange(16)[None]
+    found = nelbo_perplexity(tiny_model("mdlm"), rows, num_draws=4)
+    assert found["nelbo_ppl"] == pytest.approx(math.exp(found["nelbo"]))
+    assert found["nelbo_of_texts"] == pytest.approx([found["nelbo"]])
+    assert found["nelbo_se"] is None
+    assert found["nelbo_ppl_se"] is None
+
+
+def test_every_text_has_its_value_in_the_order_given():
+    """Rows of one token each, whose NELBO is known: 9 t^2 on average 3, the token itself, and noise."""
+    tokens = torch.tensor([7, 0, 11, 3])
+    found = nelbo_perplexity(KnownNelbo(), tokens[:, None].expand(-1, 4), num_draws=2000)
+    assert found["nelbo_of_texts"] == pytest.approx((3.003 + tokens).tolist(), abs=0.2)
+    assert sum(found["nelbo_of_texts"]) / 4 == pytest.approx(found["nelbo"])
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(0, 16, dtype=torch.long), torch.zeros(16, dtype=torch.long)])
+def test_nelbo_of_no_text_is_refused(rows):
+    with pytest.raises(ValueError, match="rows of token ids"):
+        nelbo_perplexity(tiny_model("mdlm"), rows)
 
 
 def test_kept_ids_are_neither_predicted_nor_counted():

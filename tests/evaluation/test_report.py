@@ -95,10 +95,11 @@ def test_the_frontier_has_every_temperature_and_ends_in_real_text(tmp_path):
 
 
 def test_the_report_is_the_table_and_the_perplexities(tmp_path):
-    nelbo = {"base": {"nelbo_ppl": 22.9, "nelbo_ppl_se": 0.25}}
+    nelbo = {"one": {"nelbo_ppl": 9.0, "nelbo_ppl_se": None}, "base": {"nelbo_ppl": 22.9, "nelbo_ppl_se": 0.25}}
     text = write_report(Comparison(two_models(), real_text=TEXT, nelbo=nelbo), tmp_path)
     assert text == (tmp_path / "table.md").read_text(encoding="utf-8")
     assert text.startswith(markdown_table(two_models(), TEXT))
+    assert text.splitlines()[-2] == "| one | 9.00 |", "one text has no standard error"
     assert text.splitlines()[-1] == "| base | 22.90 ± 0.25 (standard error) |"
     assert {path.name for path in tmp_path.iterdir()} == {"table.md", "plot.png"}
 

@@ -13,8 +13,8 @@ HELP = "sample text from a model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a directory or a hub id")
-    parser.add_argument("--prompt", help="text to continue")
-    parser.add_argument(*spellings("num_samples"), type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be there several times")
+    parser.add_argument(*spellings("num_samples"), type=int, default=1, help="how many, of each prompt (default 1)")
     parser.add_argument(
         *spellings("num_steps"), type=int, help="sampling steps (default: the model's setting, else 16)"
     )
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     from ..data.decoding import decode
     from ..data.packing import row_ends
@@ -47,8 +48,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.output is not None and options.output.exists():
         raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
-    if options.watch and options.num_samples != 1:
-        raise ValueError(f"--watch shows one text, but --num-samples is {options.num_samples}.")
+    if options.num_samples < 1:
+        raise ValueError(f"--num-samples {options.num_samples}: it must be at least 1.")
+    prompts = [text for text in options.prompt for _ in range(options.num_samples)]
+    num_rows = len(prompts) or options.num_samples
+    if options.watch and num_rows != 1:
+        raise ValueError(f"--watch shows one text, but {num_rows} are asked for.")
     model = load_model(options.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.tokenizer or options.model)
@@ -57,11 +62,12 @@ def run(options: argparse.Namespace) -> int:
         for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")
         if getattr(options, name) is not None
     }
-    inputs = {"num_samples": options.num_samples, "seed": options.seed}
-    if options.prompt:
+    inputs = {"num_samples": num_rows, "seed": options.seed}
+    if prompts:
         bos, _ = row_ends(tokenizer)  # with which every row begins that a model was trained on
-        prompt = tokenizer(options.prompt, add_special_tokens=False)["input_ids"]
-        inputs["input_ids"] = torch.tensor([[bos, *prompt]])
+        rows = [torch.tensor([bos, *ids]) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+        inputs["input_ids"] = pad_sequence(rows, batch_first=True)
+        inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.longest
     if options.watch:
@@ -69,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()
-    start = 1 if options.prompt else 0
+    start = 1 if prompts else 0
     rows = [row[start:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
     texts, num_left_out = decode(tokenizer, rows)
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
@@ -78,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n\n".join(texts))
     else:
         samples = [
-            {"text": text, "index": i, "num_left_out": n} | record
+            {"text": text, "index": i, "num_left_out": n} | ({"prompt": prompts[i]} if prompts else {}) | record
             for i, (text, n) in enumerate(zip(texts, num_left_out, strict=True))
         ]
         lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]

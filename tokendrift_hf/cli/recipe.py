@@ -145,8 +145,6 @@ class Recipe:
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
                 f"{self.sampling.temperatures}. Add 1 to them, or set match_entropy: []."
             )
-        if self.reference_split is not None and self.sampling.num_samples < 2:
-            raise ValueError("num_samples=1: the line of real text has as many rows, and its NELBO needs at least 2.")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
         if self.trainings is not None and not self.trainings:

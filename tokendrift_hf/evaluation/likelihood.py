@@ -16,7 +16,7 @@ from ..objective.noise import EVALUATE, row_noise
 @torch.no_grad()
 def nelbo_perplexity(
     model: PreTrainedModel, rows: torch.Tensor, num_draws: int = 1, seed: int = 0, batch_size: int = 32
-) -> dict[str, float]:
+) -> dict[str, float | list[float] | None]:
     """exp of the NELBO per token on real text, an upper bound on the model's perplexity, with its standard error.
 
     The times of all N * num_draws losses are stratified: draw d of the row of rank i, the ranks being a random order of
@@ -27,23 +27,26 @@ def nelbo_perplexity(
 
     Args:
         model: an MDLM or DUO model.
-        rows: clean ids [N, L], N >= 2.
+        rows: clean ids [N, L], a text a row.
         num_draws: draws of t and x_t for every row (n_mc).
         seed: of the noise, which is the same for every model and batch size.
         batch_size: rows at a time.
 
     Returns:
-        `nelbo` in nats per token with `nelbo_se`; `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method).
+        `nelbo` in nats per token with `nelbo_se`; `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method); and
+        `nelbo_of_texts`, a value in nats per token for each row. One text has no standard error: None. The value of
+        one text is unbiased, but with few draws of t it says little.
 
     Raises:
-        ValueError: fewer than two rows.
+        ValueError: no text at all.
     """
+    if rows.dim() != 2 or not rows.numel():
+        raise ValueError(f"The NELBO is of rows of token ids [N, L], at least one; found {list(rows.shape)}.")
     N, L = rows.shape
-    if N < 2:
-        raise ValueError(f"A standard error needs at least 2 rows of text; found {N}.")
     model.eval()
-    rows = rows[torch.from_numpy(np.random.default_rng((seed, EVALUATE)).permutation(N))]
-    tokens = float(model.process.corruptible(rows).sum()) / N  # of a row; the others are given, not predicted
+    order = torch.from_numpy(np.random.default_rng((seed, EVALUATE)).permutation(N))
+    rows = rows[order]
+    predicted = model.process.corruptible(rows).sum(1).double().cpu()  # tokens of each row; the others are given
     sums = torch.zeros(N, dtype=torch.float64)
     for draw in range(num_draws):
         for start in range(0, N, batch_size):
@@ -52,7 +55,16 @@ def nelbo_perplexity(
             t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N)
             batch = corrupt(model.process, {"input_ids": x_0}, noise, t)
             totals, _ = row_nelbo(model.process, model(input_ids=batch.x_t, timesteps=batch.t).logits, batch)
-            sums[start : start + len(x_0)] += totals.double().cpu() / (num_draws * tokens)
-    nelbo, error = float(sums.mean()), float((sums - sums.roll(1)).square().sum().sqrt()) / (math.sqrt(2) * N)
-    perplexity = math.exp(nelbo)
-    return {"nelbo": nelbo, "nelbo_se": error, "nelbo_ppl": perplexity, "nelbo_ppl_se": perplexity * error}
+            sums[start : start + len(x_0)] += totals.double().cpu() / num_draws
+    of_texts = torch.empty_like(sums)
+    of_texts[order] = sums / predicted
+    shares = sums / predicted.mean()  # whose mean is the NELBO per token
+    nelbo, perplexity = float(shares.mean()), float(shares.mean().exp())
+    error = float((shares - shares.roll(1)).square().sum().sqrt()) / (math.sqrt(2) * N) if N > 1 else None
+    return {
+        "nelbo": nelbo,
+        "nelbo_se": error,
+        "nelbo_ppl": perplexity,
+        "nelbo_ppl_se": None if error is None else perplexity * error,
+        "nelbo_of_texts": of_texts.tolist(),
+    }

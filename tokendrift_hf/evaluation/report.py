@@ -17,7 +17,8 @@ def write_report(comparison: Comparison, folder: Path) -> str:
     if comparison.nelbo is not None:
         lines = [["model", "NELBO perplexity of the real text"]]
         for label, value in comparison.nelbo.items():
-            lines.append([label, f"{value['nelbo_ppl']:.2f} ± {value['nelbo_ppl_se']:.2f} (standard error)"])
+            error = "" if value["nelbo_ppl_se"] is None else f" ± {value['nelbo_ppl_se']:.2f} (standard error)"
+            lines.append([label, f"{value['nelbo_ppl']:.2f}{error}"])
         markdown += f"\n{_markdown(lines)}"
     write_text(folder / "table.md", markdown)
     plot(comparison.rows, folder / "plot.png", comparison.real_text, comparison.curve)
