@@ -10,11 +10,16 @@ import peft
 import pytest
 import torch
 from conftest import TINY, tiny_model
+from tables import Stub
 from torch import nn
 from transformers import TextDiffusionStreamer, TextStreamer
+from transformers.modeling_outputs import MaskedLMOutput
 
 from tokendrift_hf import DiffusionGenerationConfig
+from tokendrift_hf.hub import samplers_tokendrift
 from tokendrift_hf.hub.denoiser_tokendrift import draw_dtype
+from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess
+from tokendrift_hf.hub.samplers_tokendrift import SAMPLERS
 
 KINDS = ["mdlm", "duo"]
 MASK = TINY["vocab_size"] - 1
@@ -53,6 +58,33 @@ def test_reported_calls_are_those_a_hook_counts(kind, settings):
         assert output.num_forward_calls <= N + last
         if kind == "duo" and N <= 4:
             assert output.num_forward_calls == N + last  # DUO's last call can change any token, so it is never skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_batch_takes_part_in_few_calls_and_makes_many_passes(kind):
+    model, passes = tiny_model(kind, max_position_embeddings=128), []
+    model.register_forward_hook(lambda *args: passes.append(1))
+    output = model.generate(num_samples=64, num_steps=4, seed=0, return_dict_in_generate=True)
+    calls = 4 if kind == "mdlm" else 5
+    assert output.num_forward_calls == calls
+    assert output.calls_per_row.tolist() == [calls] * 64
+    assert output.num_forward_passes == len(passes) == (1 + 3 * 8 if kind == "mdlm" else 5 * 8)
+    assert output.tokens_per_forward.tolist() == pytest.approx([128 / calls] * 64)
+
+
+def test_tokens_per_forward_counts_generated_tokens_without_padding():
+    """A row is charged for the calls that it takes part in, and not for the prompt or for what is cut off."""
+    model = tiny_model("mdlm")
+    prompt = torch.tensor([[7, 7, 2]])
+    settings = dict(max_new_tokens=13, num_steps=30, num_samples=4, seed=0)
+    plain = model.generate(prompt, **settings)
+    output = model.generate(
+        prompt, trim_eos=True, eos_token_id=int(plain[0, 6]), return_dict_in_generate=True, **settings
+    )
+    assert output.calls_per_row.max() < output.num_forward_calls, "every row reveals something in every step"
+    expected = (output.lengths - 3) / output.calls_per_row
+    assert output.lengths.min() < 16
+    torch.testing.assert_close(output.tokens_per_forward, expected)
 
 
 def test_a_masked_model_calls_the_network_only_for_tokens():
@@ -258,6 +290,75 @@ def test_a_row_of_a_batch_is_the_single_run_with_its_generator(kind, controls):
     for seed, row in enumerate(batch):
         assert model.generate(num_steps=4, generator=generators(seed), **controls)[0].equal(row)
         assert model.generate(num_steps=4, seed=seed, **controls)[0].equal(row)
+
+
+def samplers_of(kind: str) -> list[dict]:
+    """Settings for every sampler of a model, in few steps."""
+    names = [name for name, sampler in SAMPLERS.items() if kind == "mdlm" or not sampler.needs_mask]
+    return [{"sampler": name} | ({} if name == "first_hitting" else {"num_steps": 4}) for name in names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_in_its_calls_has_the_inputs_and_the_hidden_states_of_its_single_run(kind):
+    """So nothing that rounds differently is left, whatever the sampler. In shared calls products do round otherwise."""
+    model, seen = tiny_model(kind), []
+    prompts = torch.randint(22, (3, 8), generator=torch.Generator().manual_seed(0))
+    exists = torch.ones(3, 8, dtype=torch.long)
+    exists[1, 5:] = 0
+    model.register_forward_hook(
+        lambda module, args, kwargs, output: seen.append((kwargs["input_ids"], output.hidden_states[0])),
+        with_kwargs=True,
+    )
+    rounded_otherwise = 0
+    for settings in samplers_of(kind):
+        settings |= {"temperature": 0.7, "max_new_tokens": 6}
+        seen.clear()
+        batch = model.generate(
+            prompts, attention_mask=exists, generator=generators(1, 2, 3), rows_per_call=1, **settings
+        )
+        of_batch = list(seen)
+        seen.clear()
+        for row, generator in enumerate(generators(1, 2, 3)):
+            length = int(exists[row].sum())
+            alone = model.generate(prompts[row : row + 1, :length], generator=generator, rows_per_call=1, **settings)
+            assert batch[row, : length + 6].equal(alone[0]), settings
+        assert len(seen) == len(of_batch)
+        for ids, hidden in seen:
+            assert any(ids.equal(other) and hidden.equal(states) for other, states in of_batch), settings
+        model.generate(prompts, attention_mask=exists, generator=generators(1, 2, 3), rows_per_call=3, **settings)
+        single = {tuple(ids[0].tolist()): hidden for ids, hidden in of_batch}
+        for ids, hidden in seen[len(of_batch) :]:
+            for row, states in zip(ids, hidden, strict=True):
+                own = single.get(tuple(row.tolist()))
+                rounded_otherwise += own is not None and own.shape[1] == len(states) and not own[0].equal(states)
+    assert rounded_otherwise, "a batch rounds as single rows do, so this test proves nothing"
+
+
+class Rounding(Stub):
+    """A network whose logits depend on how many rows share a call, as products in floating point do."""
+
+    def forward(self, input_ids, *args, **kwargs):
+        output = super().forward(input_ids, *args, **kwargs)
+        hidden, c = output.hidden_states
+        hidden[:, ::2] += 1e-6 * (len(input_ids) - 1) * torch.arange(hidden.shape[-1])
+        return MaskedLMOutput(hidden_states=(hidden, c))
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "margin", "entropy"])
+def test_near_ties_fall_the_same_way_in_a_batch(sampler, monkeypatch):
+    """Scores 5e-7 apart, which change their order by rounding when five rows share a call, count as equal."""
+    logits = torch.tensor([1.5, 0.5, 0.0, 0.0], dtype=torch.float64).repeat(1, 4, 1)
+    logits[0, :, 0] -= torch.arange(4) * 5e-7
+    model = Rounding(AbsorbingProcess(4, 3), logits)
+
+    def steps(*seeds):
+        prompts, rows = torch.full((len(seeds), 4), 3), generators(*seeds)
+        settings = dict(num_steps=4, output_history=True, return_dict_in_generate=True, rows_per_call=5)
+        return torch.stack(model.generate(prompts, generator=rows, sampler=sampler, **settings).history, 1)
+
+    assert steps(0, 1, 2, 3, 4).equal(torch.cat([steps(seed) for seed in range(5)]))
+    monkeypatch.setattr(samplers_tokendrift, "TIE", 0.0)
+    assert not steps(0, 1, 2, 3, 4).equal(torch.cat([steps(seed) for seed in range(5)]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

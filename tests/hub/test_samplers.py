@@ -5,143 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FIXTURES, recorded, tiny_model
 from reference import log_probs, posterior
 from safetensors import safe_open
+from tables import Stub, enumerate_run, histogram, independent_stub, mask_column, p_value, psi_laws, stub
 from torch import nn
-from transformers.modeling_outputs import MaskedLMOutput
 
 from tokendrift_hf import DUOConfig, DUOForMaskedLM, MDLMConfig, MDLMForMaskedLM
 from tokendrift_hf.hub import samplers_tokendrift as samplers
 from tokendrift_hf.hub.denoiser_tokendrift import Denoiser, Noise, control, draw
-from tokendrift_hf.hub.generation_tokendrift import DiffusionGenerationMixin
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, UniformProcess
-from tokendrift_hf.hub.settings_tokendrift import DiffusionGenerationConfig
-
-
-class Stub(nn.Module, DiffusionGenerationMixin):
-    """A network whose prediction is a table: logits [L, V] for each of the V^L possible inputs, and a drift with t."""
-
-    def __init__(self, process, table: torch.Tensor, slope: torch.Tensor | float = 0.0):
-        super().__init__()
-        self.process, self.table, self.slope = process, table, slope
-        self.config = SimpleNamespace(vocab_size=process.vocab_size, max_position_embeddings=table.shape[1])
-        self.generation_config = DiffusionGenerationConfig.from_model_config(None)
-        self.device = torch.device("cpu")
-
-    def prediction(self, x: torch.Tensor, t: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """log p(x_0 | x_t) [B, L, V] up to a constant, or at some positions [B, n] only."""
-        V, L = self.process.vocab_size, x.shape[1]
-        state = (x * V ** torch.arange(L - 1, -1, -1)).sum(1) if len(self.table) > 1 else torch.zeros_like(x[:, 0])
-        positions = torch.arange(L).expand(len(x), L) if positions is None else positions
-        return self.table[state[:, None], positions] + self.slope * t.to(self.table)[:, None, None]
-
-    def forward(self, input_ids, timesteps, attention_mask, positions, return_dict):
-        hidden = self.prediction(input_ids, timesteps, positions)
-        return MaskedLMOutput(hidden_states=(hidden, torch.zeros(len(hidden), 1)))
-
-    def logits(self, hidden, c):
-        return hidden.clone()
-
-
-def stub(kind: str, V: int = 4, L: int = 2, seed: int = 0) -> Stub:
-    """A stub whose prediction depends on the whole input (and on time, for DUO)."""
-    generator = torch.Generator().manual_seed(seed)
-    table = 1.5 * torch.randn(V**L, L, V, dtype=torch.float64, generator=generator)
-    slope = torch.randn(V, dtype=torch.float64, generator=generator) if kind == "duo" else 0.0
-    return Stub(AbsorbingProcess(V, V - 1) if kind == "mdlm" else UniformProcess(V), table, slope)
-
-
-def independent_stub(kind: str, p: list[float], L: int) -> Stub:
-    """The same prediction p at every position, whatever the input. For MDLM the mask is one more id."""
-    V = len(p) + (kind == "mdlm")
-    p = torch.tensor(p + [0.0] * (V - len(p)), dtype=torch.float64)
-    process = AbsorbingProcess(V, V - 1) if kind == "mdlm" else UniformProcess(V)
-    return Stub(process, p.log().expand(1, L, V))
-
-
-def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's chi-square test; cells expected below 5 times are pooled."""
-    expected = expected * counts.sum() / expected.sum()
-    small = expected < 5
-    if small.any():
-        counts = torch.cat([counts[~small], counts[small].sum(0, keepdim=True)])
-        expected = torch.cat([expected[~small], expected[small].sum(0, keepdim=True)])
-        if expected[-1] < 1e-9:
-            if counts[-1] > 0:
-                return 0.0
-            counts, expected = counts[:-1], expected[:-1]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
-
-
-def histogram(model: Stub, n: int = 12000, **settings) -> torch.Tensor:
-    x = model.generate(num_samples=n, seed=3, **settings)
-    V, L = model.process.vocab_size, x.shape[1]
-    return torch.bincount((x * V ** torch.arange(L - 1, -1, -1)).sum(1), minlength=V**L).double()
-
-
-def enumerate_run(model: Stub, laws, truncate=lambda logits: logits) -> torch.Tensor:
-    """The exact law of a whole run: the chain over all V^L states.
-
-    Args:
-        laws: for each step (t, law), where law(p_x0 [S, L, V], x_t [S, L]) gives q(x_s | x_t) [S, L, V].
-    """
-    V, L = model.process.vocab_size, model.config.max_position_embeddings
-    states = torch.tensor(list(itertools.product(range(V), repeat=L)))
-    if model.process.mask_id is not None:
-        law_of_x = (states == model.process.mask_id).all(1).double()
-    else:
-        law_of_x = torch.full((len(states),), 1.0 / V**L, dtype=torch.float64)
-    for t, law in laws:
-        logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
-        p = log_probs(model.process, truncate(logits.masked_fill(mask_column(model), -1e6)), states).exp()
-        q = law(p, states)
-        transition = torch.ones(len(states), len(states), dtype=torch.float64)
-        for position in range(L):
-            transition = transition * q[:, position][:, states[:, position]]
-        law_of_x = law_of_x @ transition
-    return law_of_x
-
-
-def mask_column(model):
-    return torch.arange(model.process.vocab_size) == (-1 if model.process.mask_id is None else model.process.mask_id)
-
-
-def psi_laws(process, N: int, kappa, times=None, removal: str = "ancestral"):
-    """The steps of a psi sampler from its formula: kappa q(x_s | x_t) + (1 - kappa) q_s(. | x_0 ~ q(x_0 | x_t))."""
-    times = torch.linspace(1, 1e-5, N + 1, dtype=torch.float64).tolist() if times is None else times
-
-    def alpha(time):
-        return 1 - (1 - 1e-3) * time
-
-    V = process.vocab_size
-    noise = torch.zeros(V, dtype=torch.float64)
-    if process.mask_id is not None:
-        noise[process.mask_id] = 1
-    else:
-        noise += 1 / V
-    laws = []
-    for i in range(N):
-
-        def law(p, x, i=i, k=kappa[i]):
-            a_t, a_s = (torch.tensor(alpha(time), dtype=torch.float64) for time in (times[i], times[i + 1]))
-            q_s = posterior(process, p, x, a_t, a_s) if a_s > a_t else nn.functional.one_hot(x, V).double()
-            clean = posterior(process, p, x, a_t, torch.ones_like(a_s))
-            return k * q_s + (1 - k) * (a_s * clean + (1 - a_s) * noise)
-
-        laws.append((times[i], law))
-    last = torch.tensor(alpha(times[N]), dtype=torch.float64)
-    if removal == "ancestral":
-        laws.append((times[N], lambda p, x: posterior(process, p, x, last, torch.ones_like(last))))
-    elif removal == "greedy":
-        laws.append((times[N], lambda p, x: nn.functional.one_hot(p.argmax(-1), V).double()))
-    return laws
-
 
 # Draws and controls
 
@@ -559,30 +435,6 @@ def test_first_hitting_times_are_those_of_the_process():
     assert p_value(counts, torch.ones(8, dtype=torch.float64)) > 1e-3
 
 
-@pytest.mark.parametrize("sampler", ["confidence", "margin", "entropy"])
-def test_ordered_unmasking_follows_its_enumerated_law(sampler):
-    """Two positions in two steps: the surer position first."""
-    model = stub("mdlm", V=4, L=2, seed=5)
-    mask = model.process.mask_id
-    law = torch.zeros(16, dtype=torch.float64)
-
-    def prediction(x):
-        return model.prediction(torch.tensor([x]), torch.zeros(1))[0].masked_fill(mask_column(model), -1e9).softmax(-1)
-
-    first = prediction([mask, mask])
-    top = first.topk(2, -1).values
-    scores = {"confidence": top[:, 0], "margin": top[:, 0] - top[:, 1], "entropy": -torch.special.entr(first).sum(-1)}
-    surest = int(scores[sampler].argmax())
-    for token, p in enumerate(first[surest].tolist()):
-        x = [mask, mask]
-        x[surest] = token
-        for other, q in enumerate(prediction(x)[1 - surest].tolist()):
-            y = list(x)
-            y[1 - surest] = other
-            law[y[0] * 4 + y[1]] += p * q
-    assert p_value(histogram(model, num_steps=2, sampler=sampler), law) > 1e-3
-
-
 @pytest.mark.parametrize("kind", ["mdlm", "duo"])
 def test_samplers_change_the_order_but_not_the_marginals(kind):
     """When the prediction depends on nothing, all samplers give it at every position."""
@@ -643,11 +495,11 @@ def test_chunks_and_rows_of_the_denoiser_cover_what_is_wanted():
     wanted[2] = False
     p = model.prediction(x, t).softmax(-1)
     for chunk_size in (1, 3, None):
-        denoiser = Denoiser(model, None, temperature=1.0, top_k=0, top_p=1.0, chunk_size=chunk_size)
+        denoiser = Denoiser(model, temperature=1.0, top_k=0, top_p=1.0, chunk_size=chunk_size)
         denoiser.tokens_per_call = 8
         seen = torch.zeros_like(p)
-        for rows, columns, prediction in denoiser(x, t, wanted):
-            seen[rows, columns] += prediction
+        for prediction in denoiser(x, t, wanted):
+            seen[prediction.rows, prediction.columns] += prediction.p[prediction.source]
         torch.testing.assert_close(seen, p * wanted[..., None])
         assert denoiser.num_calls == 1
         assert list(denoiser(x, t, wanted & False)) == [] and denoiser.num_calls == 1
@@ -664,7 +516,7 @@ def test_bounds_of_the_prediction_hold_and_change_no_token(monkeypatch):
         model.backbone.output_layer.linear.weight *= 0.3
         x, t = torch.randint(1000, (1, 16), generator=torch.Generator().manual_seed(0)), torch.tensor([0.5])
         for temperature in (1.0, 0.5):
-            denoiser = Denoiser(model, None, temperature=temperature, top_k=0, top_p=1.0)
+            denoiser = Denoiser(model, temperature=temperature, top_k=0, top_p=1.0)
             hidden, c = model(x, timesteps=t, positions=torch.arange(16)[None]).hidden_states
             p = (model(x, timesteps=t).logits[0] / temperature).softmax(-1)
             bounds = denoiser.log_p_bounds(hidden[0], c.expand(16, -1), x[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .denoiser_tokendrift import Noise
+from .denoiser_tokendrift import Noise, Prediction
 from .process_tokendrift import check_token_ids
 
 
@@ -20,7 +20,8 @@ class Canvas:
         x: ids [B, W].
         free: positions that may change, bool [B, W].
         lengths: of the rows. Beyond them nothing is free.
-        confidence: probability of the token under the last prediction asked for there, [B, W]. nan where none was.
+        confidence: probability of the token under the last prediction asked for there, before temperature, top_k and
+            top_p, [B, W]. nan where none was.
     """
 
     x: torch.Tensor
@@ -28,10 +29,11 @@ class Canvas:
     lengths: list[int]
     confidence: torch.Tensor
 
-    def put(self, rows, columns, tokens, p):
-        """Write tokens [n] that a prediction p [n, V] gave at (rows, columns)."""
-        self.x[rows, columns] = tokens
-        self.confidence[rows, columns] = p.gather(1, tokens[:, None])[:, 0].to(self.confidence)
+    def put(self, tokens: torch.Tensor, prediction: Prediction):
+        """Write tokens [n] at the positions of a prediction."""
+        at = prediction.rows, prediction.columns
+        self.x[at] = tokens
+        self.confidence[at] = prediction.plain[prediction.source, tokens].to(self.confidence)
 
     def at(self, t: float) -> torch.Tensor:
         """The time t for every row, [B]."""

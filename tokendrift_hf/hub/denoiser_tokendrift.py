@@ -3,7 +3,9 @@
 Shapes: B sequences, L positions, V vocabulary, n chosen positions of all sequences together. Only torch is needed.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -117,62 +119,87 @@ def index_of(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return positions, torch.arange(n, device=wanted.device) < counts
 
 
+class Prediction(NamedTuple):
+    """What the network says about the tokens at n positions of all rows, of which m are different.
+
+    Attributes:
+        rows, columns: the positions, [n] each.
+        source: which line of `p` and `plain` is a position's, [n].
+        p: p(x_0 | x_t) under temperature, top_k and top_p, [m, V]. Tokens are drawn from it.
+        plain: the same without them, [m, V]. It says how sure the network is.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    source: torch.Tensor
+    p: torch.Tensor
+    plain: torch.Tensor
+
+
 class Denoiser:
-    """Clean-token predictions at wanted positions, in chunks; the rest of the head is never computed.
+    """Clean-token predictions at wanted positions, in chunks. The rest of the head is never computed.
 
     Args:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
-        present: positions that exist, bool [B, L]; None: all.
         temperature, top_k, top_p: see `control`.
-        chunk_size: positions for which logits [n, V] are held at once; None: 32 MiB of them (GPU: 512 MiB), and less
+        chunk_size: positions for which logits [n, V] are held at once. None: 32 MiB of them (GPU: 512 MiB), and less
             where controls need copies.
+        rows_per_call: rows that share a forward pass. With 1 a row goes through the same products of the same shapes
+            as in a run of its own, so it is equal to the bit. None: as many as hold 2^10 tokens (GPU: 2^16).
 
     Attributes:
-        num_calls: network calls made. A batch too large for one call still counts as one: it is a number per row.
+        present: positions that exist, bool [B, L], the first ones of each row. None: all.
+        num_calls: predictions asked for. A batch may need several forward passes for one.
+        calls_per_row: in how many of them each row took part, [B].
+        num_forward_passes: forward passes of the network.
     """
 
-    def __init__(self, model, present, *, temperature, top_k, top_p, chunk_size=None):
-        self.model, self.present = model, present
+    def __init__(self, model, *, temperature, top_k, top_p, chunk_size=None, rows_per_call=None):
+        self.model, self.present = model, None
         self.controls = (temperature, top_k, top_p)
+        self.is_plain = temperature == 1 and not top_k and top_p == 1
         on_cpu = model.device.type == "cpu"
-        copies = 8 if top_p < 1 else 2 if temperature != 1 or top_k else 1  # sorting needs several
+        copies = 1 if self.is_plain else 9 if top_p < 1 else 3  # sorting needs several
         elements = (2**23 if on_cpu else 2**27) // copies
         self.chunk_size = chunk_size or max(1, elements // model.config.vocab_size)
-        self.tokens_per_call = 2**10 if on_cpu else 2**16
-        self.num_calls = 0
+        self.rows_per_call, self.tokens_per_call = rows_per_call, 2**10 if on_cpu else 2**16
+        self.num_calls = self.num_forward_passes = self.calls_per_row = 0
 
-    def __call__(self, x, t, wanted, skip_below: torch.Tensor | None = None):
-        """One network call, or none if nothing is wanted.
+    def __call__(self, x, t, wanted, skip_below: torch.Tensor | None = None) -> Iterator[Prediction]:
+        """Predict at the wanted positions. Nothing is computed if there are none.
 
         Args:
             x: ids [B, L].
             t: times [B].
             wanted: bool [B, L].
             skip_below: [B, L]: leave out positions where p(x_t) is surely not above this, see `log_p_bounds`.
-
-        Yields:
-            rows [n], columns [n], p(x_0 | x_t) there [n, V].
         """
-        active = wanted.any(1).nonzero()[:, 0]
+        takes_part = wanted.any(1)
+        self.calls_per_row = self.calls_per_row + takes_part.long()
+        active = takes_part.nonzero()[:, 0]
         if not len(active):
             return
         self.num_calls += 1
-        if self.num_calls == 1 and self._alike(x, t):  # masks without a prompt: one row of them serves all
-            union = wanted.any(0)
-            hidden, c = self._hidden(x, t, active[:1], union.nonzero().T)
-            rows, columns = wanted.nonzero(as_tuple=True)
-            yield from self._predictions(rows, columns, hidden[0], (union.cumsum(0) - 1)[columns], c, rows * 0)
+        if self.num_calls == 1 and self._alike(x, t, wanted):
+            # Masks without a prompt: one row serves all, and each of its positions is predicted once.
+            columns = wanted.any(0).nonzero()[:, 0]
+            hidden, c = self._hidden(x, t, active[:1], columns[None])
+            for chunk, p, plain in self._predictions(hidden[0], c.expand(len(columns), -1)):
+                rows, source = wanted[:, columns[chunk]].nonzero(as_tuple=True)
+                yield Prediction(rows, columns[chunk][source], source, p, plain)
             return
-        for part in active.split(max(1, self.tokens_per_call // x.shape[1])):
+        for part in active.split(self.rows_per_call or max(1, self.tokens_per_call // x.shape[1])):
             positions, valid = index_of(wanted[part])
             hidden, c = self._hidden(x, t, part, positions)
             local = torch.arange(len(part), device=x.device)[:, None].expand_as(positions)[valid]
-            rows, columns, hidden = part[local], positions[valid], hidden[valid]
-            which = torch.arange(len(hidden), device=x.device)
+            rows, columns, hidden, c = part[local], positions[valid], hidden[valid], c[local]
             if skip_below is not None and self.blocks is not None:
-                bounds = self.log_p_bounds(hidden, c[local], x[rows, columns])
-                which = (~(bounds <= skip_below[rows, columns].log())).nonzero()[:, 0]  # nan is not skipped
-            yield from self._predictions(rows[which], columns[which], hidden, which, c, local[which])
+                bounds = self.log_p_bounds(hidden, c, x[rows, columns])
+                left = (~(bounds <= skip_below[rows, columns].log())).nonzero()[:, 0]  # nan is not skipped
+                rows, columns, hidden, c = rows[left], columns[left], hidden[left], c[left]
+            for chunk, p, plain in self._predictions(hidden, c):
+                source = torch.arange(len(p), device=x.device)
+                yield Prediction(rows[chunk], columns[chunk], source, p, plain)
 
     @cached_property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -206,27 +233,43 @@ class Denoiser:
             log_sum = ((h @ centres.T + biases) / temperature + log_sizes).logsumexp(-1)
         return (logits + 0.1) / temperature - log_sum  # 0.1: more than rounding in the head can make up for
 
-    def _alike(self, x: torch.Tensor, t: torch.Tensor) -> bool:
-        """Whether all rows are the same input."""
-        several = len(x) > 1 and self.present is None
-        return several and bool((x == x[:1]).all() & (t == t[:1]).all())
+    def _alike(self, x: torch.Tensor, t: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Whether one row can serve all: the same input, and the same positions if rows are to be as if alone."""
+        if len(x) < 2 or self.present is not None:
+            return False
+        same = (x == x[:1]).all() & (t == t[:1]).all()
+        return bool(same & (wanted == wanted[:1]).all() if self.rows_per_call == 1 else same)
 
     def _hidden(self, x, t, rows, positions):
-        mask = None if self.present is None else self.present[rows]
+        """Hidden states [B, n, D] at the positions and time conditioning [B, C] of some rows, in one forward pass."""
+        self.num_forward_passes += 1
+        width, mask = x.shape[1], None
+        if self.present is not None:
+            width = int(self.present[rows].sum(1).max())
+            mask = self.present[rows, :width]
         output = self.model(
-            input_ids=x[rows], timesteps=t[rows], attention_mask=mask, positions=positions, return_dict=True
+            input_ids=x[rows, :width],
+            timesteps=t[rows],
+            attention_mask=None if mask is None or mask.all() else mask,
+            positions=positions,
+            return_dict=True,
         )
         return output.hidden_states
 
-    def _predictions(self, rows, columns, hidden, hidden_row, c, c_row):
-        for chunk in torch.arange(len(rows), device=rows.device).split(self.chunk_size):
-            logits = self.model.logits(hidden[hidden_row[chunk], None], c[c_row[chunk]])[:, 0]
+    def _predictions(self, hidden, c):
+        """For hidden states [n, D] with time conditioning [n, C]: slices of the n rows, with p and plain p there."""
+        for start in range(0, len(hidden), self.chunk_size):
+            chunk = slice(start, start + self.chunk_size)
+            logits = self.model.logits(hidden[chunk, None], c[chunk])[:, 0]
             logits = logits.to(at_least_float32(logits.dtype))
             if self.model.process.mask_id is not None:
                 logits[:, self.model.process.mask_id] = -torch.inf
-            logits = control(logits, *self.controls)
-            p = torch.softmax(logits, -1, out=logits)  # in place, for the memory
-            if p[:, 0].isnan().any():
+            if self.is_plain:
+                p = plain = torch.softmax(logits, -1, out=logits)  # in place, for the memory
+            else:
+                plain = torch.softmax(logits, -1)
+                p = torch.softmax(control(logits, *self.controls), -1)
+            if plain[:, 0].isnan().any():
                 raise ValueError("The network predicts nan: its weights or activations hold nan or inf.")
-            yield rows[chunk], columns[chunk], p
-            del logits, p  # before the next chunk is computed
+            yield chunk, p, plain
+            del logits, p, plain  # before the next chunk is computed

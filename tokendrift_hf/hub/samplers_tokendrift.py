@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from .canvas_tokendrift import Canvas
-from .denoiser_tokendrift import Denoiser, Noise, draw
+from .denoiser_tokendrift import Denoiser, Noise, Prediction, draw, draw_dtype
 
+TIE = 1e-5  # certainties closer than this are one: rounding in float32 networks moves them by up to half of it
 LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
 
 
@@ -140,6 +141,11 @@ class Step:
     kappa: float = 1.0
 
 
+def drawn(prediction: Prediction, uniforms: torch.Tensor) -> torch.Tensor:
+    """Tokens [n] drawn from a prediction with random numbers [B, L]."""
+    return draw(prediction.p, uniforms[prediction.rows, prediction.columns], prediction.source)
+
+
 def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
     """MDLM. Which masks fall, and which tokens are masked again if kappa < 1, does not depend on the prediction."""
     event, token = noise.positions(canvas.lengths, 2).unbind(-1)
@@ -147,8 +153,8 @@ def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, st
     masked = canvas.x == process.mask_id
     again = canvas.free & ~masked & (event < remask)
     wanted = canvas.free & masked & (event < reveal)
-    for rows, columns, p in denoiser(canvas.x, canvas.at(step.t), wanted):
-        canvas.put(rows, columns, draw(p, token[rows, columns]), p)
+    for prediction in denoiser(canvas.x, canvas.at(step.t), wanted):
+        canvas.put(drawn(prediction, token), prediction)
     canvas.x.masked_fill_(again, process.mask_id)
     canvas.confidence.masked_fill_(again, torch.nan)
 
@@ -166,14 +172,15 @@ def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step
     unclear = canvas.free & ~kept & ~(forward & noised)
     # The network is asked where it matters. Where noise would come it can only say that x_t stays.
     skip_below = torch.where(noised, least, 0.0)
-    for rows, columns, p in denoiser(canvas.x, canvas.at(step.t), unclear, skip_below=skip_below):
-        old, noised_here = canvas.x[rows, columns], noised[rows, columns]
-        stays = p.gather(1, old[:, None])[:, 0] > least[rows, columns]
-        noised[rows, columns] = noised_here & ~stays
-        new, drawn = old.clone(), (~stays & ~noised_here).nonzero()[:, 0]
-        if len(drawn):
-            new[drawn] = draw(p, token[rows[drawn], columns[drawn]], drawn)
-        canvas.put(rows, columns, new, p)
+    for prediction in denoiser(canvas.x, canvas.at(step.t), unclear, skip_below=skip_below):
+        at, source, p = (prediction.rows, prediction.columns), prediction.source, prediction.p
+        new, noised_here = canvas.x[at], noised[at]
+        stays = p[source, new] > least[at]
+        noised[at] = noised_here & ~stays
+        left = (~stays & ~noised_here).nonzero()[:, 0]
+        if len(left):
+            new[left] = draw(p, token[at][left], source[left])
+        canvas.put(new, prediction)
     noised &= canvas.free
     canvas.x = torch.where(noised, random_tokens, canvas.x)
     canvas.confidence.masked_fill_(noised, torch.nan)
@@ -193,8 +200,8 @@ def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         take(canvas, denoiser, noise, process, Step(times[N], alphas[N], 1.0))
     elif settings.noise_removal == "greedy":
         wanted = canvas.free & process.predicted_positions(canvas.x)
-        for rows, columns, p in denoiser(canvas.x, canvas.at(times[N]), wanted):
-            canvas.put(rows, columns, p.argmax(-1), p)
+        for prediction in denoiser(canvas.x, canvas.at(times[N]), wanted):
+            canvas.put(prediction.p.argmax(-1)[prediction.source], prediction)
     if settings.noise_removal != "none":
         on_step(N, 0.0)
 
@@ -216,18 +223,22 @@ def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, set
         masked_fraction = masked_fraction * time ** (1 / left.clamp_min(1))
         t = process.schedule.time_of_alpha(1 - masked_fraction)
         wanted = masked & (masked.cumsum(1) - 1 == (place * left).long()[:, None])
-        for rows, columns, p in denoiser(canvas.x, t, wanted):
-            canvas.put(rows, columns, draw(p, token[rows]), p)
+        for prediction in denoiser(canvas.x, t, wanted):
+            canvas.put(drawn(prediction, token[:, None].expand_as(wanted)), prediction)
         on_step(step, float(t.min()))
 
 
 def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
     """Unmask the surest positions first: N steps, floor(n t) of a row's n masks left after the step that ends at t.
 
-    Positions are ordered by their prediction p. "confidence": the largest probability; "margin": less the second
-    largest (both 2502.06768); "entropy": the smallest entropy. Then tokens are drawn, so that the order does not favour
-    likely tokens. (MaskGIT and LLaDA order by the probability of the drawn token; at temperature 0 that is the same.)
-    This is not the law of the diffusion process: it lowers the entropy of the text.
+    A position's score is how sure the network's own prediction is there, before temperature, top_k and top_p.
+    "confidence": the largest probability. "margin": less the second largest (both 2502.06768). "entropy": the smallest
+    entropy (2508.15487). Tokens are drawn from the prediction under temperature, top_k and top_p, and the order does
+    not depend on what is drawn. Scores closer than 1e-5 count as equal, and of equal ones the left is first: such
+    differences are rounding, since a canvas of nothing but masks looks alike from all of its positions.
+
+    With temperature 0 "confidence" is LLaDA's low-confidence remasking (2502.09992), which orders by the probability of
+    the token that it chose. This is not the law of the diffusion process: it lowers the entropy of the text.
     """
     times = time_grid(settings.time_grid, settings.num_steps, settings.psi_fractions)[:-1] + [0.0]
     num_masks = (canvas.free & (canvas.x == process.mask_id)).sum(1).tolist()
@@ -236,23 +247,31 @@ def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         left = torch.tensor([int(n * s) for n in num_masks], device=masked.device)
         reveal = masked.sum(1) - left
         token = noise.positions(canvas.lengths, 1)[..., 0]
-        drawn = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
+        draft = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
         score = torch.full(masked.shape, -torch.inf, dtype=noise.dtype, device=masked.device)
         wanted = masked & (reveal > 0)[:, None]
-        for rows, columns, p in denoiser(canvas.x, canvas.at(t), wanted):
-            drawn.put(rows, columns, draw(p, token[rows, columns]), p)
-            score[rows, columns] = certainty(settings.sampler, p).to(score)
-        rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        chosen = wanted & (rank < reveal[:, None])
-        canvas.x = torch.where(chosen, drawn.x, canvas.x)
-        canvas.confidence = torch.where(chosen, drawn.confidence, canvas.confidence)
+        for prediction in denoiser(canvas.x, canvas.at(t), wanted):
+            draft.put(drawn(prediction, token), prediction)
+            scores = certainty(settings.sampler, prediction.plain).to(score)
+            score[prediction.rows, prediction.columns] = scores[prediction.source]
+        chosen = wanted & (ranks(score) < reveal[:, None])
+        canvas.x = torch.where(chosen, draft.x, canvas.x)
+        canvas.confidence = torch.where(chosen, draft.confidence, canvas.confidence)
         on_step(i, s)
+
+
+def ranks(scores: torch.Tensor) -> torch.Tensor:
+    """The place of each score in its row [B, L], 0 for the largest. Scores with gaps below `TIE` go from the left."""
+    best, order = scores.sort(dim=1, descending=True)
+    first_of_group = torch.nn.functional.pad(best[:, :-1] - best[:, 1:] >= TIE, (1, 0))
+    group = torch.empty_like(order).scatter_(1, order, first_of_group.cumsum(1))
+    return group.argsort(dim=1, stable=True).argsort(dim=1)
 
 
 def certainty(sampler: str, p: torch.Tensor) -> torch.Tensor:
     """How sure predictions p [n, V] are, [n]."""
     if sampler == "entropy":
-        return -torch.special.entr(p).sum(-1)
+        return -torch.special.entr(p).sum(-1, dtype=draw_dtype("float64", p.device))
     best = p.topk(2, dim=-1).values
     return best[:, 0] - (best[:, 1] if sampler == "margin" else 0.0)
 
@@ -277,7 +296,8 @@ SAMPLERS = {
     "ancestral": Sampler(denoise, unused=("psi",)),
     "psi": Sampler(denoise),
     "first_hitting": Sampler(first_hitting, needs_mask=True, unused=("num_steps", "time_grid", "noise_removal", "psi")),
-    "confidence": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
-    "margin": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
-    "entropy": Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
+    **dict.fromkeys(
+        ("confidence", "margin", "entropy"),
+        Sampler(ordered, needs_mask=True, unused=("noise_removal", "psi")),
+    ),
 }
