@@ -83,6 +83,32 @@ def posterior(process, p_x0, x_t, alpha_t, alpha_s):
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
+def drifting_force(gen, pos, neg=None, w_gen=None, w_pos=None, w_neg=None, *, temperatures):
+    """`force_scaled` of the original drifting code in float64, batched and with weights: a plain transcription.
+
+    Shapes are those of the recordings: gen [B, G, S], pos [B, P, S], neg [B, N, S], weights without the last one.
+    """
+    neg = gen[:, :0] if neg is None else neg
+    weights = [(x if w is None else w) for x, w in ((gen[..., 0] * 0 + 1, w_gen), (neg[..., 0] * 0 + 1, w_neg))]
+    weights.append(pos[..., 0] * 0 + 1 if w_pos is None else w_pos)
+    gen, targets, weights = gen.double(), torch.cat([gen, neg, pos], 1).double(), torch.cat(weights, 1).double()
+    num_negatives, m = targets.shape[1] - pos.shape[1], gen.shape[-1]
+    distance = (gen[:, :, None] - targets[:, None]).norm(dim=-1).clamp_min(1e-4)
+    mean_distance = (distance * weights[:, None]).mean() / weights.mean()
+    cost = distance / mean_distance.clamp_min(1e-3)
+    for i in range(gen.shape[1]):
+        cost[:, i, i] += 100
+    scale = mean_distance / m**0.5
+    total = 0
+    for tau in temperatures:
+        affinity = ((-cost / tau).softmax(-1) * (-cost / tau).softmax(-2)).sqrt().clamp_min(1e-3) * weights[:, None]
+        minus, plus = affinity[..., :num_negatives], affinity[..., num_negatives:]
+        coefficients = torch.cat([-minus * plus.sum(-1, keepdim=True), plus * minus.sum(-1, keepdim=True)], -1)
+        force = (coefficients @ targets - coefficients.sum(-1, keepdim=True) * gen) / scale
+        total = total + force / force.square().mean().sqrt().clamp_min(1e-30)
+    return total
+
+
 def mmd_loss(log_p, real, draws, ids, positions, *, groups, samples, bandwidth, credit):
     """The policy-gradient loss of the paired MMD from its formulas, over rows, in float64 and by loops over everything.
 

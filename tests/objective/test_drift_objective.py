@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -116,6 +116,48 @@ def test_the_queues_take_in_what_has_been_accepted_once(called):
     assert len(objective.real_queue) == 4
 
 
+def with_padding(batch, rows):
+    """The batch with nothing but padding in these rows."""
+    mask = torch.ones_like(batch.x_0)
+    mask[rows] = 0
+    return replace(batch, exists=mask.bool(), predicted=batch.predicted & mask.bool(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("fields", [{}, {"feature_pooling": "tokens", "feature_tokens": 3}], ids=["mean", "tokens"])
+def test_a_row_of_padding_alone_is_as_if_it_were_not_there(called, fields):
+    """Neither anchor nor reference, nothing in the queues; the loss is a mean over all rows."""
+    objective, logits, batch = called
+    objective.config = Settings(**fields)
+    padded = with_padding(batch, [1])
+    loss, statistics = objective(logits, padded)
+    objective.accept()
+    rest = [0, 2, 3]
+    without = replace(
+        padded,
+        noise=replace(padded.noise, order=padded.noise.order[rest]),
+        **{name: getattr(padded, name)[rest] for name in ("x_0", "x_t", "exists", "predicted", "attention_mask")},
+    )
+    other = DriftObjective(objective.encoder, objective.config)
+    expected, its_statistics = other(logits[rest], without)
+    other.accept()
+    torch.testing.assert_close(loss, expected * 3 / 4, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(statistics["feature_distance"], its_statistics["feature_distance"])
+    torch.testing.assert_close(objective.real_queue.features, other.real_queue.features)
+    torch.testing.assert_close(objective.generated_queue.features, other.generated_queue.features)
+
+
+@pytest.mark.parametrize("name", ["feature", "mirror_kl"])
+def test_a_batch_of_padding_alone_changes_nothing(called, name):
+    objective, logits, batch = called
+    objective.config = Settings(objective=name)
+    logits = logits.detach().requires_grad_()
+    loss, _ = objective(logits, with_padding(batch, [0, 1, 2, 3]))
+    loss.backward()
+    objective.accept()
+    assert loss == 0 and (logits.grad == 0).all()
+    assert len(objective.real_queue) == 0
+
+
 def test_a_refused_step_leaves_the_next_one_as_if_it_had_not_been(called):
     objective, logits, batch = called
     first, _ = objective(logits, batch)
@@ -147,7 +189,7 @@ def test_the_drift_is_reported_per_temperature_however_small(called, monkeypatch
     objective, logits, batch = called
     objective.config.temperatures = [0.02, 1]
     drift = DriftField(torch.zeros(4, 64), torch.tensor([1e-60, 0.5], dtype=torch.float64), torch.tensor([1.0, 3.0]))
-    monkeypatch.setattr(drift_objective, "drift_field", lambda *args, **kwargs: drift)
+    monkeypatch.setattr(drift_objective, "unchecked_drift_field", lambda *args, **kwargs: drift)
     _, statistics = objective(logits, batch)
     assert statistics.keys() == {
         "drift_norm_0.02",

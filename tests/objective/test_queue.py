@@ -91,15 +91,34 @@ def test_a_smaller_queue_restores_the_newest_rows():
     assert smaller.features.flatten().tolist() == [6, 7, 8, 9]
 
 
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="0 \\(no queue\\) or more, got -1"):
-        FeatureQueue(-1)
+@pytest.mark.parametrize("size", [-1, 1.5, "4", None, True])
+def test_a_size_that_is_no_whole_number_is_refused(size):
+    with pytest.raises(ValueError, match=f"0 \\(no queue\\) or more, got {size!r}"):
+        FeatureQueue(size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (torch.zeros(3), ValueError, r"\[rows, m\], got shape \[3\]"),
+        (torch.zeros(2, 6), ValueError, "size 5, got 6"),
+        ([[0.0] * 5], TypeError, "a floating tensor, but they are list"),
+        (torch.zeros(2, 5).long(), TypeError, "a floating tensor, but they are torch.int64"),
+        (torch.tensor([[0.0] * 5, [float("nan")] * 5]), ValueError, "1 of 2 features hold NaN or infinite numbers"),
+    ],
+)
+def test_rows_that_are_no_features_are_named_and_not_taken_in(rows, error, message):
     queue = FeatureQueue(4)
-    with pytest.raises(ValueError, match=r"\[rows, m\], got shape \[3\]"):
-        queue.push(torch.zeros(3))
-    queue.push(torch.zeros(2, 5))
-    for call in (queue.push, queue.union):
-        with pytest.raises(ValueError, match="size 5, got 6"):
-            call(torch.zeros(2, 6))
-    with pytest.raises(ValueError, match="queue state is"):
-        queue.load_state_dict({"rows": torch.zeros(2, 5)})
+    queue.push(torch.ones(2, 5))
+    with pytest.raises(error, match=message):
+        queue.push(rows)
+    assert queue.features.tolist() == [[1.0] * 5] * 2
+    if "NaN" not in message:
+        with pytest.raises(error, match=message):
+            queue.union(rows)
+
+
+@pytest.mark.parametrize("state", [{"rows": torch.zeros(2, 5)}, {"features": [[0.0]]}, {"features": torch.ones(2)}, []])
+def test_a_state_of_something_else_is_refused(state):
+    with pytest.raises(ValueError, match="A queue state is"):
+        FeatureQueue(4).load_state_dict(state)

@@ -50,8 +50,6 @@ def drift_field(
     repulsion: float = 1.0,
     kernel: str = "paper",
     eps: float | None = None,
-    positive_weights: Tensor | None = None,
-    negative_weights: Tensor | None = None,
 ) -> DriftField:
     r"""Attraction to real features minus repulsion from generated ones, per anchor, averaged over temperatures.
 
@@ -82,114 +80,167 @@ def drift_field(
             subtraction, a sum_j W+_ij |u_j - h_i| + r sum_k W-_ik |v_k - h_i|. Relative, so that it neither swallows a
             field of 1e-30 nor lets the rounding noise of equal sets grow to RMS 1. Default: 1024 machine epsilons of
             the result's dtype.
-        positive_weights: ``[..., P]`` >= 0. ``"paper"``: how often the reference counts (0: absent, 2: as if listed
-            twice). ``"drifting"``: a factor on the affinity after the softmaxes, as in the original code, so that a
-            reference of weight 0 exerts no force but keeps its share of the softmax.
-        negative_weights: ``[..., N]``, likewise.
 
     Returns:
-        A `DriftField` without gradient; ``field`` in the widest input type, at least float32. The computation runs in
+        A `DriftField` without gradient. ``field`` has the widest input type, at least float32. The computation runs in
         float64 (float32 on MPS) outside autocast: V is a small difference of large sums.
 
     Raises:
-        ValueError: shapes that do not fit, no anchor, no positive, a temperature that is not positive, weights that are
-            negative or both zero, an unknown kernel.
+        TypeError: features that are not floating tensors, a ``self_index`` that is not a tensor of integers.
+        ValueError: shapes that do not fit, no anchor, no positive, a feature that is not finite, an index outside the
+            negatives, a temperature that is not positive, weights that are negative or both zero, an unknown kernel.
     """
-    _check(features, positives, negatives, self_index, positive_weights, negative_weights)
-    if not temperatures or not all(tau > 0 and math.isfinite(tau) for tau in temperatures):
-        raise ValueError(f"temperatures must be one or more positive numbers, got {temperatures!r}.")
-    if not (attraction >= 0 and repulsion >= 0 and attraction + repulsion > 0):
-        raise ValueError(
-            f"attraction and repulsion must be >= 0 and not both zero, got {attraction!r} and {repulsion!r}."
-        )
-    if kernel not in ("paper", "drifting"):
-        raise ValueError(f"kernel must be 'paper' or 'drifting', got {kernel!r}.")
+    _check_features(features, positives, negatives, self_index)
+    _check_settings(temperatures, attraction, repulsion, kernel, eps)
+    return unchecked_drift_field(
+        features,
+        positives,
+        negatives,
+        temperatures=temperatures,
+        self_index=self_index,
+        attraction=attraction,
+        repulsion=repulsion,
+        kernel=kernel,
+        eps=eps,
+    )
 
+
+@torch.no_grad()
+def unchecked_drift_field(
+    features: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    *,
+    temperatures: Sequence[float],
+    self_index: Tensor | None,
+    attraction: float,
+    repulsion: float,
+    kernel: str,
+    eps: float | None = None,
+) -> DriftField:
+    """`drift_field` for a training step: no check waits for the device, and features that are NaN give a NaN field."""
     out_dtype = torch.float32
     for x in (features, positives, negatives):
         out_dtype = torch.promote_types(out_dtype, x.dtype)
     dtype = torch.float32 if features.device.type == "mps" else torch.float64
     eps = 1024 * torch.finfo(out_dtype).eps if eps is None else eps
-    lowest, tiny = torch.finfo(dtype).min, torch.finfo(dtype).tiny
-
     with torch.autocast(features.device.type, enabled=False):
+        # Only differences matter, and those of centred features keep their digits.
         centre = features.to(dtype).mean(dim=-2, keepdim=True)
         h, u, v = (x.to(dtype) - centre for x in (features, positives, negatives))
-        references = torch.cat([u, v], dim=-2)
-        weights = torch.cat([_weights(u, positive_weights), _weights(v, negative_weights)], dim=-1).unsqueeze(-2)
-        # |a|^2 + |b|^2 - 2ab loses the distance between nearly equal vectors; centred and in float64 it does not.
-        expand = "use_mm" if dtype == torch.float64 else "donot_use_mm"
-        distance = torch.cdist(h, references, compute_mode=f"{expand}_for_euclid_dist")
-        is_self = _is_self(distance, self_index, u.shape[-2])
+        geometry = _Geometry.of(h, u, v, self_index, kernel)
+        parts = [geometry.field_at(tau, attraction, repulsion, eps) for tau in temperatures]
+    fields, rms, effective = zip(*parts, strict=True)
+    mean = sum(fields[1:], fields[0]) / len(fields)
+    return DriftField(mean.to(out_dtype), torch.stack(rms), torch.stack(effective))
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """Anchors, references and what lies between them: all that the temperatures share.
+
+    Attributes:
+        h, u, v: anchors, positives and negatives, centred.
+        distance: ``[..., B, P + N]``.
+        cost: of the kernel, likewise. inf where a pair does not count.
+        floor: the least log-affinity.
+    """
+
+    h: Tensor
+    u: Tensor
+    v: Tensor
+    distance: Tensor
+    cost: Tensor
+    floor: float
+
+    @classmethod
+    def of(cls, h: Tensor, u: Tensor, v: Tensor, self_index: Tensor | None, kernel: str) -> _Geometry:
+        # |a|^2 + |b|^2 - 2ab loses the distance between nearly equal vectors. Centred and in float64 it does not.
+        expand = "use_mm" if h.dtype == torch.float64 else "donot_use_mm"
+        distance = torch.cdist(h, torch.cat([u, v], dim=-2), compute_mode=f"{expand}_for_euclid_dist")
+        is_self = torch.zeros(distance.shape[-2:], dtype=torch.bool, device=distance.device)
+        if self_index is not None:
+            is_self[:, u.shape[-2] :].scatter_(1, self_index.to(distance.device)[:, None], True)
         if kernel == "paper":
-            cost = distance.square().masked_fill(is_self, math.inf)
-            multiplicity, floor = weights.log(), -math.inf
-        else:
-            floored = distance.clamp(min=MIN_DISTANCE)
-            scale = (floored * weights).mean() / weights.mean()
-            cost = floored / scale.clamp(min=MIN_SCALE) + SELF_PENALTY * is_self
-            multiplicity, floor = torch.zeros_like(weights), math.log(AFFINITY_FLOOR)
+            return cls(h, u, v, distance, distance.square().masked_fill_(is_self, math.inf), -math.inf)
+        floored = distance.clamp(min=MIN_DISTANCE)
+        cost = floored / floored.mean().clamp(min=MIN_SCALE) + SELF_PENALTY * is_self
+        return cls(h, u, v, distance, cost, math.log(AFFINITY_FLOOR))
 
+    def field_at(self, tau: float, attraction: float, repulsion: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The field of one temperature at RMS norm 1, its RMS norm before that, and the effective references."""
+        h, u, v = self.h, self.u, self.v
+        lowest, tiny = torch.finfo(h.dtype).min, torch.finfo(h.dtype).tiny
         sizes = [u.shape[-2], v.shape[-2]]
-        distance_plus, distance_minus = distance.split(sizes, dim=-1)
-        field, rms, effective = torch.zeros_like(h), [], []
-        for tau in temperatures:
-            s = -cost / tau
-            # clamp: a row or column in which nothing is left is -inf throughout, and -inf - (-inf) is NaN.
-            row = s - torch.logsumexp(s + multiplicity, dim=-1, keepdim=True).clamp(min=lowest)
-            column = s - torch.logsumexp(s, dim=-2, keepdim=True).clamp(min=lowest)
-            log_affinity = (0.5 * (row + column)).clamp(min=floor) + weights.log()
-            log_plus, log_minus = log_affinity.split(sizes, dim=-1)
-            log_mass_plus = torch.logsumexp(log_plus, dim=-1, keepdim=True)
-            log_mass_minus = torch.logsumexp(log_minus, dim=-1, keepdim=True)
-            weight_plus = (log_plus - log_mass_plus.clamp(min=lowest)).exp()
-            weight_minus = (log_minus - log_mass_minus.clamp(min=lowest)).exp()
+        s = -self.cost / tau
+        # clamp: a row or column in which nothing is left is -inf throughout, and -inf - (-inf) is NaN.
+        row = s - torch.logsumexp(s, dim=-1, keepdim=True).clamp(min=lowest)
+        column = s - torch.logsumexp(s, dim=-2, keepdim=True).clamp(min=lowest)
+        log_plus, log_minus = (0.5 * (row + column)).clamp(min=self.floor).split(sizes, dim=-1)
+        log_mass_plus = torch.logsumexp(log_plus, dim=-1, keepdim=True)
+        log_mass_minus = torch.logsumexp(log_minus, dim=-1, keepdim=True)
+        weight_plus = (log_plus - log_mass_plus.clamp(min=lowest)).exp()
+        weight_minus = (log_minus - log_mass_minus.clamp(min=lowest)).exp()
 
-            # The masses sum A+ sum A- of all anchors may be too small for any float: take the largest one out.
-            log_mass = log_mass_plus + log_mass_minus
-            log_unit = log_mass.amax().clamp(min=lowest)
-            mass = (log_mass - log_unit).exp()
-            barycenters = attraction * (weight_plus @ u) - repulsion * (weight_minus @ v)
-            v_tau = mass * (barycenters - (attraction - repulsion) * h)
-            # What pulls and pushes, were all the references in one direction.
-            pull = attraction * (weight_plus * distance_plus).sum(dim=-1)
-            push = repulsion * (weight_minus * distance_minus).sum(dim=-1)
-            noise = eps * mass.squeeze(-1) * (pull + push)
-            mean_square = v_tau.square().sum(dim=-1).mean()
-            field += v_tau / (mean_square + noise.square().mean()).sqrt().clamp(min=tiny)
-            rms.append(mean_square.sqrt() * log_unit.exp())
-            effective.append(torch.special.entr((row + multiplicity).exp()).sum(dim=-1).exp().mean())
-        return DriftField((field / len(temperatures)).to(out_dtype), torch.stack(rms), torch.stack(effective))
+        # The masses sum A+ sum A- of all anchors may be too small for any float: take the largest one out.
+        log_mass = log_mass_plus + log_mass_minus
+        log_unit = log_mass.amax().clamp(min=lowest)
+        mass = (log_mass - log_unit).exp()
+        barycenters = attraction * (weight_plus @ u) - repulsion * (weight_minus @ v)
+        field = mass * (barycenters - (attraction - repulsion) * h)
+
+        # What pulls and pushes, were all the references in one direction: the scale of the rounding noise.
+        distance_plus, distance_minus = self.distance.split(sizes, dim=-1)
+        pull = attraction * (weight_plus * distance_plus).sum(dim=-1)
+        push = repulsion * (weight_minus * distance_minus).sum(dim=-1)
+        noise = eps * mass.squeeze(-1) * (pull + push)
+        mean_square = field.square().sum(dim=-1).mean()
+        field = field / (mean_square + noise.square().mean()).sqrt().clamp(min=tiny)
+        effective = torch.special.entr(row.exp()).sum(dim=-1).exp().mean()
+        return field, mean_square.sqrt() * log_unit.exp(), effective
 
 
-def _weights(references: Tensor, weights: Tensor | None) -> Tensor:
-    return references.new_ones(references.shape[:-1]) if weights is None else weights.to(references)
-
-
-def _is_self(distance: Tensor, self_index: Tensor | None, num_positives: int) -> Tensor:
-    """``[B, P + N]``, True where the reference is the anchor itself."""
-    is_self = torch.zeros(distance.shape[-2:], dtype=torch.bool, device=distance.device)
-    if self_index is not None:
-        is_self[:, num_positives:].scatter_(1, self_index.to(distance.device)[:, None], True)
-    return is_self
-
-
-def _check(
-    features: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    self_index: Tensor | None,
-    positive_weights: Tensor | None,
-    negative_weights: Tensor | None,
-) -> None:
-    shapes = f"features {list(features.shape)}, positives {list(positives.shape)}, negatives {list(negatives.shape)}"
-    tensors = (features, positives, negatives)
-    if any(x.dim() < 2 for x in tensors) or len({(x.shape[:-2], x.shape[-1]) for x in tensors}) != 1:
+def _check_features(features: Tensor, positives: Tensor, negatives: Tensor, self_index: Tensor | None) -> None:
+    sets = {"features": features, "positives": positives, "negatives": negatives}
+    for name, x in sets.items():
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a floating tensor, but it is {found}.")
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in sets.items())
+    if any(x.dim() < 2 for x in sets.values()) or len({(x.shape[:-2], x.shape[-1]) for x in sets.values()}) != 1:
         raise ValueError(f"Need [..., B, m], [..., P, m] and [..., N, m] with equal m and leading sizes, got {shapes}.")
     if features.shape[-2] == 0 or positives.shape[-2] == 0:
         raise ValueError(f"Need at least one anchor and one positive, got {shapes}.")
-    if self_index is not None and self_index.shape != features.shape[-2:-1]:
+    for name, x in sets.items():
+        if not x.isfinite().all():
+            raise ValueError(f"{name} hold {int((~x.isfinite()).sum())} numbers that are NaN or infinite.")
+    if self_index is None:
+        return
+    if not isinstance(self_index, Tensor) or self_index.dtype not in (torch.int64, torch.int32):
+        found = self_index.dtype if isinstance(self_index, Tensor) else type(self_index).__name__
+        raise TypeError(f"self_index must be a tensor of integers, but it is {found}.")
+    if self_index.shape != features.shape[-2:-1]:
         raise ValueError(f"self_index must hold one integer an anchor, got {list(self_index.shape)} for {shapes}.")
-    for name, weights, x in (("positive", positive_weights, positives), ("negative", negative_weights, negatives)):
-        if weights is not None and weights.shape != x.shape[:-1]:
-            raise ValueError(f"{name}_weights must have shape {list(x.shape[:-1])}, got {list(weights.shape)}.")
+    if self_index.min() < 0 or self_index.max() >= negatives.shape[-2]:
+        raise ValueError(
+            f"self_index must name rows 0 to {negatives.shape[-2] - 1} of the negatives, but it runs from "
+            f"{int(self_index.min())} to {int(self_index.max())}."
+        )
+
+
+def _check_settings(temperatures: Sequence[float], attraction: float, repulsion: float, kernel: str, eps) -> None:
+    numbers = isinstance(temperatures, (list, tuple)) and all(_is_number(tau) and tau > 0 for tau in temperatures)
+    if not numbers or not temperatures:
+        raise ValueError(f"temperatures must be one or more positive numbers, got {temperatures!r}.")
+    if not all(_is_number(x) and x >= 0 for x in (attraction, repulsion)) or attraction == repulsion == 0:
+        raise ValueError(
+            f"attraction and repulsion must be >= 0 and not both zero, got {attraction!r} and {repulsion!r}."
+        )
+    if kernel not in ("paper", "drifting"):
+        raise ValueError(f"kernel must be 'paper' or 'drifting', got {kernel!r}.")
+    if eps is not None and not (_is_number(eps) and eps >= 0):
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}.")
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .corruption import CorruptedBatch
-from .drift import DriftField, drift_field
+from .drift import unchecked_drift_field
 from .encoder import FrozenEncoder
 from .lift import soft_lift, token_entropy
 from .losses import feature_loss, mirror_loss
@@ -87,26 +87,18 @@ class DriftObjective:
         if config.gather_features:
             features, own = processes.gather(torch.cat([h.detach(), u], dim=1), len(h) // len(logits))
             all_h, all_u = features.chunk(2, dim=1)
-        # Line 6: the references, with what the queues hold.
-        real, generated = self.real_queue.union(all_u), self.generated_queue.union(all_h)
-        # Line 7: the field at every anchor, which is not its own reference.
-        drift = drift_field(
-            all_h,
-            real,
-            generated,
-            temperatures=config.temperatures,
-            self_index=torch.arange(len(all_h), device=h.device),
-            attraction=config.attraction,
-            repulsion=config.repulsion,
-            kernel=config.drift_kernel,
-        )
+        # A row of padding alone has no feature but zeros: it is no anchor and no reference.
+        present = (all_u != 0).any(dim=1)
+        current_h, current_u = all_h[present], all_u[present]
+        # Lines 6 and 7: the field at every anchor, with references from the queues as well.
+        V = torch.zeros_like(all_h)
+        V[present], statistics = self._field(current_h, current_u)
+        V = V[own.start : own.stop]
         # Lines 8 and 9: targets along the field, and the loss; or the mirror teacher of section 3.4.
-        V = drift.field[own.start : own.stop]
-        loss, statistics = self._loss(logits, h, V, batch.predicted, processes)
-        statistics |= self._statistics(drift, real, generated)
-        statistics["token_entropy"] = token_entropy(logits.detach(), batch.predicted)
+        loss, of_loss = self._loss(logits, h, V, batch.predicted, processes)
+        statistics |= of_loss | {"token_entropy": token_entropy(logits.detach(), batch.predicted)}
         # Line 11 follows once the step is known to be good.
-        self._to_push = all_u, all_h
+        self._to_push = current_u, current_h
         return loss * processes.share, statistics
 
     def accept(self) -> None:
@@ -131,8 +123,9 @@ class DriftObjective:
         """``[B, S]``, where the encoder's features are taken; None: one feature a row, the mean."""
         if self.config.feature_pooling == "mean":
             return None
-        shortest = processes.min(batch.exists.sum(1).min())
-        count = min(self.config.feature_tokens, max(int(shortest), 1))
+        lengths = batch.exists.sum(1)
+        shortest = processes.min(lengths.masked_fill(lengths == 0, batch.exists.shape[1]).min())
+        count = min(self.config.feature_tokens, int(shortest))
         order = batch.noise.order.float().to(batch.exists.device)  # not every device has float64
         return order.masked_fill(~batch.exists, -1).topk(count).indices
 
@@ -146,13 +139,25 @@ class DriftObjective:
         divergence = config.objective.removeprefix("mirror_")
         return mirror_loss(logits, h, V, predicted, divergence=divergence, reduce=processes.sum, **step)
 
-    def _statistics(self, drift: DriftField, real: Tensor, generated: Tensor) -> dict[str, Tensor]:
-        """What moves while the normalised loss stays: the field before that, and the distance of the mean features."""
-        statistics = {
-            "feature_distance": (real.mean(0) - generated.mean(0)).norm(),
-            "queue_fill": torch.tensor(float(len(self.real_queue)), device=real.device),
-        }
-        for i, tau in enumerate(self.config.temperatures):
+    def _field(self, anchors: Tensor, real: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """V at the anchors, none of which is its own reference, and what moves while the normalised loss stays."""
+        config, statistics = self.config, {}
+        if not len(anchors):
+            return anchors, statistics
+        real, generated = self.real_queue.union(real), self.generated_queue.union(anchors)
+        drift = unchecked_drift_field(
+            anchors,
+            real,
+            generated,
+            temperatures=config.temperatures,
+            self_index=torch.arange(len(anchors), device=anchors.device),
+            attraction=config.attraction,
+            repulsion=config.repulsion,
+            kernel=config.drift_kernel,
+        )
+        for i, tau in enumerate(config.temperatures):
             statistics[f"drift_norm_{tau:g}"] = drift.rms_per_temperature[i]
             statistics[f"effective_references_{tau:g}"] = drift.effective_references[i]
-        return statistics
+        statistics["feature_distance"] = (real.mean(0) - generated.mean(0)).norm()
+        statistics["queue_fill"] = torch.tensor(float(len(self.real_queue)), device=real.device)
+        return drift.field, statistics

@@ -162,14 +162,14 @@ class FrozenEncoder:
             positions: ``[B, S]`` indices: one feature for each of these positions instead of their mean.
 
         Returns:
-            ``[B, m]``, or ``[B * S, m]`` with `positions`; m = d * number of layers.
+            ``[B, m]``, or ``[B * S, m]`` with `positions`; m = d * number of layers. Zeros for a position that does not
+            exist, and for a row that has none.
         """
         x = self.token_features(inputs_embeds, attention_mask).float()
+        exists = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.bool().to(x.dtype)
         if positions is not None:
+            x = x * exists[..., None]
             x = x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1])).flatten(0, 1)
-        elif attention_mask is not None:
-            weight = attention_mask.bool().unsqueeze(-1)
-            x = (x * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1)
         else:
-            x = x.mean(dim=1)
+            x = (x * exists[..., None]).sum(dim=1) / exists.sum(dim=1, keepdim=True).clamp_min(1)
         return F.normalize(x, dim=-1)

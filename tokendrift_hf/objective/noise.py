@@ -35,7 +35,7 @@ class Noise:
     random_tokens: Tensor
     order: Tensor
     key: tuple[int, ...]
-    rows: range
+    rows: Sequence[int]
 
     def draws(self, count: int) -> Tensor:
         """Further uniforms in [0, 1) for `count` draws of every token, ``[count, B, L]``, independent of the others.

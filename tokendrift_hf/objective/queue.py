@@ -15,12 +15,12 @@ class FeatureQueue:
         size: largest number of rows, >= 0.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a size that is negative or no whole number.
     """
 
     def __init__(self, size: int) -> None:
-        if size < 0:
-            raise ValueError(f"The queue size must be 0 (no queue) or more, got {size}.")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"The queue size must be a whole number, 0 (no queue) or more, got {size!r}.")
         self.size = size
         self._features = torch.empty(0, 0)
 
@@ -36,9 +36,14 @@ class FeatureQueue:
         """Append rows ``[B, m]``, any B, and drop the oldest beyond ``size``.
 
         Raises:
-            ValueError: not two-dimensional, or another m than the rows that are already held.
+            TypeError: no floating tensor.
+            ValueError: not two-dimensional, another m than the rows that are already held, or a number that is not
+                finite: it would stay in the references for a whole turn of the queue.
         """
         self._check(features)
+        if not features.isfinite().all():
+            count = int((~features.isfinite().all(1)).sum())
+            raise ValueError(f"{count} of {len(features)} features hold NaN or infinite numbers: none was taken in.")
         rows = features.detach().to(torch.float32)
         if len(self) > 0:
             rows = torch.cat([self._features.to(rows.device), rows])
@@ -49,7 +54,7 @@ class FeatureQueue:
         """``[B + n, m]``: the rows given, then the queue's. So ``arange(B)`` indexes the current rows among them.
 
         Raises:
-            ValueError: as `push`.
+            TypeError, ValueError: as `push`, but for numbers that are not finite.
         """
         self._check(features)
         return torch.cat([features, self._features.to(features.device)]) if len(self) > 0 else features
@@ -62,15 +67,19 @@ class FeatureQueue:
         """Restore the rows in their order; of more than ``size``, the newest ``size``.
 
         Raises:
-            ValueError: no two-dimensional ``"features"`` in the state.
+            ValueError: no two-dimensional floating ``"features"`` in the state.
         """
-        if "features" not in state or state["features"].dim() != 2:
-            found = {name: list(value.shape) for name, value in state.items()}
-            raise ValueError(f"A queue state is {{'features': [n, m]}}, got {found}.")
+        features = state.get("features") if isinstance(state, dict) else None
+        if not isinstance(features, Tensor) or not features.is_floating_point() or features.dim() != 2:
+            found = sorted(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"A queue state is {{'features': [n, m]}} with a floating tensor, got {found}.")
         features = state["features"].detach().to(torch.float32)
         self._features = features[max(0, len(features) - self.size) :].clone()
 
     def _check(self, features: Tensor) -> None:
+        if not isinstance(features, Tensor) or not features.is_floating_point():
+            found = features.dtype if isinstance(features, Tensor) else type(features).__name__
+            raise TypeError(f"Features must be a floating tensor, but they are {found}.")
         if features.dim() != 2:
             raise ValueError(f"Features must be [rows, m], got shape {list(features.shape)}.")
         if len(self) > 0 and features.shape[1] != self._features.shape[1]:
