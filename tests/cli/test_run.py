@@ -126,3 +126,14 @@ def test_packed_rows_are_found_again_by_another_process(text_files, tmp_path):
         run_python(code.format(again=again), tmp_path, isolated=False).partition("FOUND")[2] for again in (False, True)
     )
     assert first == second and "arrow" in first
+
+
+def test_the_loss_of_the_base_is_measured_once_for_all_trainings(recipe, tmp_path, monkeypatch):
+    plain, calls = DriftTrainer.evaluate, []
+    monkeypatch.setattr(DriftTrainer, "evaluate", lambda self, *args: calls.append(1) or plain(self, *args))
+    flags = ["--trainings", "{TokenDrift: {}, continuation: {objective: none, base_loss_weight: 1}}"]
+    flags += ["--validation_split", "train", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    assert main(["train", recipe, *flags]) == 0
+    assert len(calls) == 3  # the base, and what each of the two trainings left
+    histories = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("*/training.json")]
+    assert len({history["eval_loss_before"] for history in histories}) == 1

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -84,6 +84,7 @@ class Run:
         tokenizer: of the model.
         splits: "train", and "validation" and "reference" where the recipe has them: rows of `input_ids`.
         judge: arguments of `GenPPL`; None: nothing is evaluated.
+        losses_before: eval_loss of the base, by what decides the noise that it is measured with.
     """
 
     recipe: Recipe
@@ -94,6 +95,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     splits: dict[str, Dataset]
     judge: dict | None
+    losses_before: dict[tuple, float] = field(default_factory=dict)
 
     @classmethod
     def open(cls, recipe: Recipe, arguments: dict, resume: bool = False) -> Run:
@@ -191,7 +193,7 @@ class Run:
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
             print(self.announcement(training, trainer), flush=True)
             write_json(training.folder / SETTINGS, asked)
-        before = trainer.evaluate()["eval_loss"] if "validation" in self.splits else None
+        before = self._loss_before(training, trainer) if "validation" in self.splits else None
         trainer.train(resume_from_checkpoint=resume and any(training.folder.glob("checkpoint-*")))
         history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
         if "validation" in self.splits:
@@ -203,6 +205,13 @@ class Run:
             write_json(training.folder / HISTORY, history)
         PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
         return history
+
+    def _loss_before(self, training: Training, trainer: DriftTrainer) -> float:
+        """eval_loss of the model that all trainings begin with, measured once for those that would measure the same."""
+        noise = (training.config.seed, training.config.bf16, training.config.fp16)
+        if noise not in self.losses_before or trainer.monitor is not None:  # a monitor has to see the start
+            self.losses_before[noise] = trainer.evaluate()["eval_loss"]
+        return self.losses_before[noise]
 
     def load_trained(self, training: Training) -> PreTrainedModel:
         """The model that a training left."""
