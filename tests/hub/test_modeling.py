@@ -260,6 +260,18 @@ def test_no_softmax_or_argmax_picks_the_mask(dtype):
     assert logits.argmax(-1).ne(5).all() and logits.softmax(-1)[..., 5].eq(0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("t", [6.9, -1e-6, 1.0001, torch.inf, torch.nan])
+def test_a_sigma_for_a_time_is_refused(kind, t):
+    """DUO gave nan logits for it, and MDLM, which has no time conditioning, a wrong loss."""
+    model, ids = tiny_model(kind), torch.zeros(2, 4, dtype=torch.long)
+    times = torch.tensor([0.5, t])
+    with pytest.raises(ValueError, match="A diffusion time is from 0 .* to 1"):
+        model(ids, timesteps=times)
+    with pytest.raises(ValueError, match="A diffusion time is from 0 .* to 1"):
+        model(ids, timesteps=times, labels=ids)
+
+
 def test_bad_calls_say_what_is_needed():
     model, ids = tiny_model("mdlm"), torch.zeros(B, L, dtype=torch.long)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
@@ -270,7 +282,9 @@ def test_bad_calls_say_what_is_needed():
         model(torch.zeros(1, 17, dtype=torch.long))
     with pytest.raises(ValueError, match="labels .* need input_ids .* and timesteps"):
         model(ids, labels=ids)
-    with pytest.raises(ValueError, match=r"timesteps has shape \[1\]; needed is one time per sequence, \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"timesteps has shape \[1\]. Needed is a tensor with one time a sequence, \[2\]"
+    ):
         model(ids, timesteps=torch.ones(1))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 15\]; needed is \[2, 16\]"):
         model(ids, attention_mask=torch.ones(B, 15))

@@ -9,7 +9,13 @@ import torch
 from conftest import recorded
 from reference import log_probs, posterior
 
-from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, LogLinearSchedule, UniformProcess, stratified_times
+from tokendrift_hf.hub.process_tokendrift import (
+    AbsorbingProcess,
+    LogLinearSchedule,
+    UniformProcess,
+    check_times,
+    stratified_times,
+)
 
 V = 98  # of the recorded files; the mask is the last id
 PROCESSES = {"mdlm": AbsorbingProcess(V, V - 1), "duo": UniformProcess(V)}
@@ -107,6 +113,27 @@ def test_corruption_follows_the_transition_matrix(kind):
             x_t = process.corrupt(clean, time, uniforms[None], random_tokens[None])
             share = torch.bincount(x_t.flatten(), minlength=process.vocab_size) / x_t.numel()
             torch.testing.assert_close(share.double(), transition(process, alpha)[x_0], rtol=0, atol=1.5 / n)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("t", [6.9, -1e-6, 1.0001, math.inf, math.nan])
+def test_times_outside_0_to_1_are_refused(kind, t):
+    process, ids, times = SMALL[kind], torch.zeros(2, 3, dtype=torch.long), torch.tensor([0.5, t])
+    with pytest.raises(ValueError, match=r"timesteps run from .* A diffusion time is from 0 .* to 1"):
+        process.corrupt(ids, times, torch.rand(2, 3), ids)
+    with pytest.raises(ValueError, match=r"timesteps run from .* A diffusion time is from 0 .* to 1"):
+        process.nelbo(torch.zeros(2, 3, process.vocab_size), ids, ids, times)
+
+
+def test_the_smallest_time_is_a_time():
+    for eps in (-0.1, 1.0, 6.9, math.nan):
+        with pytest.raises(ValueError, match=f"eps={eps}. The smallest time must be in"):
+            stratified_times(torch.rand(4), eps=eps)
+
+
+def test_the_host_waits_for_no_other_device_to_check_a_time():
+    """A value of a meta tensor cannot be read, so this would raise."""
+    check_times(torch.empty(3, device="meta"))
 
 
 def test_prior_and_predicted_positions():

@@ -96,6 +96,12 @@ def test_any_architecture_that_takes_embeddings():
     assert encoder.embedding.shape == (22, D)
 
 
+@pytest.mark.parametrize("timestep", [6.9, -0.1, float("nan")])
+def test_an_encoder_is_told_a_time_and_no_sigma(timestep):
+    with pytest.raises(ValueError, match=f"timestep={timestep}. A diffusion time is from 0"):
+        FrozenEncoder(tiny_model("duo"), timestep=timestep)
+
+
 def test_bad_layers_and_vocabularies_are_refused():
     model = tiny_model("mdlm")
     for layers in ([3], [-4], []):

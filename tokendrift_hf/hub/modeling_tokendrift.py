@@ -20,7 +20,7 @@ from transformers.utils import cached_file, extract_commit_hash
 
 from .configuration_tokendrift import DiTConfig, DUOConfig, MDLMConfig
 from .generation_tokendrift import DiffusionGenerationMixin
-from .process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess, UniformProcess
+from .process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess, UniformProcess, check_times
 from .settings_tokendrift import DiffusionGenerationConfig
 
 
@@ -351,8 +351,12 @@ class DiffusionPreTrainedModel(PreTrainedModel):
                 f"The batch is {L} tokens long, but this model takes at most {self.longest}. Cut the text "
                 "into blocks, or generate in several windows."
             )
-        if timesteps is not None and timesteps.shape != (B,):
-            raise ValueError(f"timesteps has shape {list(timesteps.shape)}; needed is one time per sequence, [{B}].")
+        if timesteps is not None:
+            shape = list(timesteps.shape) if isinstance(timesteps, torch.Tensor) else None
+            if shape != [B]:
+                found = f"is a {type(timesteps).__name__}" if shape is None else f"has shape {shape}"
+                raise ValueError(f"timesteps {found}. Needed is a tensor with one time a sequence, [{B}].")
+            check_times(timesteps)
         if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape != (B, L):
             raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; needed is [{B}, {L}].")
         if labels is not None and (input_ids is None or timesteps is None):

@@ -51,7 +51,12 @@ def stratified_times(
         eps: the smallest time; the NELBO weights 1/t of smaller ones would have too large a variance.
         first_row: which of the n strata is the first row's, if these rows are a part of a larger batch.
         num_rows: n, the size of that larger batch; default B.
+
+    Raises:
+        ValueError: `eps` is not in [0, 1).
     """
+    if not 0 <= eps < 1:
+        raise ValueError(f"eps={eps}. The smallest time must be in [0, 1).")
     n = num_rows or uniforms.shape[0]
     strata = torch.arange(first_row, first_row + uniforms.shape[0], dtype=uniforms.dtype, device=uniforms.device) / n
     return (1 - eps) * ((uniforms / n + strata) % 1) + eps
@@ -63,6 +68,25 @@ def check_token_ids(low: int, high: int, vocab_size: int) -> None:
         raise ValueError(
             f"Token ids run from {low} to {high}, but the model knows 0 to {vocab_size - 1}. Use the tokenizer that "
             "the model was trained with."
+        )
+
+
+def check_times(t: torch.Tensor) -> None:
+    """Refuse times outside [0, 1], such as a sigma.
+
+    On a CUDA device they are refused by the device itself (as ids outside an embedding are), so that nothing waits for
+    it. Other devices are not asked.
+
+    Raises:
+        ValueError: `t` holds such a time, or nan.
+    """
+    inside = ((t >= 0) & (t <= 1)).all()
+    if t.device.type == "cuda":
+        torch._assert_async(inside, "timesteps hold a time outside [0, 1]")
+    elif t.device.type == "cpu" and not torch.compiler.is_compiling() and not inside:
+        raise ValueError(
+            f"timesteps run from {t.min():g} to {t.max():g}. A diffusion time is from 0 (clean text) to 1 (noise). The "
+            "model turns it into sigma itself."
         )
 
 
@@ -115,6 +139,7 @@ class AbsorbingProcess:
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1), shape [B, L]; `t` [B]. `random_tokens` is not used."""
+        check_times(t)
         masked = uniforms < 1 - _per_row(self.schedule.alpha(t), x_0)
         return torch.where(masked & self.corruptible(x_0), self.mask_id, x_0)
 
@@ -127,6 +152,7 @@ class AbsorbingProcess:
 
         With the log-linear schedule the weight is exactly 1/t.
         """
+        check_times(t)
         logits = logits.to(at_least_float32(logits.dtype))
         mask_column = torch.arange(self.vocab_size, device=logits.device) == self.mask_id
         nll = F.cross_entropy(
@@ -169,6 +195,7 @@ class UniformProcess:
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor
     ) -> torch.Tensor:
         """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1) and uniformly drawn `random_tokens`, both [B, L]; `t` [B]."""
+        check_times(t)
         return torch.where(uniforms < 1 - _per_row(self.schedule.alpha(t), x_0), random_tokens, x_0)
 
     def predicted_positions(self, x_t: torch.Tensor) -> torch.Tensor:
@@ -182,6 +209,7 @@ class UniformProcess:
         -alpha' / (V alpha) * sum_j r_j (r'_j / r_j - 1 - ln(r'_j / r_j)), every term of which is >= 0
         (equal to equation 15 of the DUO paper, written so that nothing cancels).
         """
+        check_times(t)
         log_p = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
         alpha, d_alpha = _per_row(self.schedule.alpha(t), log_p), self.schedule.d_alpha(t)
         K = self.vocab_size

@@ -221,7 +221,7 @@ def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, set
             break
         time, place, token = noise.rows(3).unbind(-1)
         masked_fraction = masked_fraction * time ** (1 / left.clamp_min(1))
-        t = process.schedule.time_of_alpha(1 - masked_fraction)
+        t = process.schedule.time_of_alpha(1 - masked_fraction).clamp_max(1)  # rounding may go beyond
         wanted = masked & (masked.cumsum(1) - 1 == (place * left).long()[:, None])
         for prediction in denoiser(canvas.x, t, wanted):
             canvas.put(drawn(prediction, token[:, None].expand_as(wanted)), prediction)

@@ -29,7 +29,7 @@ class FrozenEncoder:
             (peft's `disable_adapter`).
 
     Raises:
-        ValueError: a layer that the model does not have.
+        ValueError: a layer that the model does not have, or a time outside [0, 1].
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class FrozenEncoder:
         timestep: float = 0.0,
         frozen: Callable[[], AbstractContextManager] | None = None,
     ):
+        if not 0 <= timestep <= 1:
+            raise ValueError(f"timestep={timestep}. A diffusion time is from 0 (clean text) to 1 (noise).")
         self.model = model if frozen else model.eval().requires_grad_(False)
         count = model.config.num_hidden_layers + 1
         self.layers, self.timestep = tuple(layers(count - 1) if callable(layers) else layers), timestep
