@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -216,11 +217,13 @@ def test_continuation_is_a_plain_trainer_on_the_nelbo(tmp_path):
 
 
 def concatenated(things):
-    """One out of many: tensors, data classes of them, or None."""
-    if things[0] is None or isinstance(things[0], torch.Tensor):
-        return None if things[0] is None else torch.cat(things)
+    """One out of many: tensors, data classes of them, or something else that has to be equal in all or to be left."""
+    if isinstance(things[0], torch.Tensor):
+        return torch.cat(things)
+    if not dataclasses.is_dataclass(things[0]):
+        return things[0]
     return type(things[0])(
-        **{name: concatenated([getattr(thing, name) for thing in things]) for name in vars(things[0])}
+        **{f.name: concatenated([getattr(x, f.name) for x in things]) for f in dataclasses.fields(things[0])}
     )
 
 
