@@ -6,7 +6,6 @@
 Each case runs in a process of its own, two steps so that Adam's moments are there. peak_gib is what the training added:
 on a CPU the peak of resident memory above that of the imported libraries (with freed tensors given back at once, which
 glibc otherwise puts off), on a GPU the peak of allocated memory.
-expected_gib is what `tokendrift train` would have announced (budget.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def measure(case: str, length: int, batch_size: int, config: dict, args: dict) -
     import torch
 
     from tokendrift_hf import DriftConfig, DriftTrainer, MDLMConfig, MDLMForMaskedLM
-    from tokendrift_hf.cli.budget import GIB, budget
+    from tokendrift_hf.cli.measure import GIB
     from tokendrift_hf.models.lora import lora_config
 
     libraries = _resident_peak()
@@ -47,14 +46,12 @@ def measure(case: str, length: int, batch_size: int, config: dict, args: dict) -
             encoder="base" if case == "lora, shared base" else None,
         )
         trainer.train()
-    cost = budget(trainer.model, training, length, encoder_copy=case != "lora, shared base")
     on_gpu = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if on_gpu else _resident_peak() - libraries
     return {
         "case": case,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "peak_gib": round(peak / GIB, 2),
-        "expected_gib": round((cost.fixed_bytes + cost.batch_bytes) / GIB, 2),
     }
 
 

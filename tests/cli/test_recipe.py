@@ -21,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_parse_and_make_a_config(path, tmp_path):
-    recipe, arguments = read_recipe(path, {"output_dir": str(tmp_path), "use_cpu": "true"})
+    recipe, arguments = read_recipe(path, {"output_dir": str(tmp_path), "use_cpu": "true", "bf16": "true"})
     assert recipe.model
     assert DriftConfig(**arguments | {"report_to": "none"}).max_steps > 0
 
@@ -38,7 +38,8 @@ def _write(tmp_path, text):
         ("model: x\nlearning_rte: 1", "no field 'learning_rte'. Did you mean learning_rate"),
         ("model: x\nmax_steps: many", "max_steps must be int, but it is 'many'"),
         ("model: x\nlearning_rate: [1]", "learning_rate must be float"),
-        ("model: x\nbf16: 1", "bf16 must be bool"),
+        ("model: x\nbf16: 1", "bf16 must be bool | auto, but it is 1"),
+        ("model: x\nbf16: automatic", "bf16 must be bool"),
         ("model: x\nnum_steps: 4", "num_steps must be list"),
         ("model: x\nnum_steps: [4, 0]", "num_steps=.*at least 1"),
         ("model: x\nsampling_temperatures: [1, -1]", "sampling_temperatures=.*at least 0"),

@@ -85,6 +85,8 @@ def is_of(value, kind) -> bool:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return any(is_of(value, option) for option in typing.get_args(kind))
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
     if origin is list or kind is list:
         items = typing.get_args(kind)
         return isinstance(value, (list, tuple)) and all(is_of(x, items[0]) for x in value if items)
@@ -100,7 +102,12 @@ def is_of(value, kind) -> bool:
 
 
 def type_name(kind) -> str:
-    return getattr(kind, "__name__", str(kind)).replace("NoneType", "null").replace("None", "null")
+    """A type as recipes would say it."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " | ".join(map(type_name, typing.get_args(kind)))
+    if typing.get_origin(kind) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(kind)))
+    return "null" if kind is type(None) else str(kind) if typing.get_origin(kind) else kind.__name__
 
 
 def spellings(name: str) -> list[str]:

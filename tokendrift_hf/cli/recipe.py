@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..evaluation.sampling import Sampling, option
 from .fields import is_of, read_as, read_yaml, type_name
 
+AUTO = "auto"
 # Fields of earlier versions, and what to write instead.
 FORMER = {
     "continuation": "trainings: {TokenDrift: {}, continuation: {objective: none, base_loss_weight: 1}}",
@@ -218,6 +219,7 @@ def _known_fields() -> dict[str, _Place]:
             if f.init and kinds[f.name] is not Sampling:
                 own = None if cls is DriftConfig else cls
                 known[option(f)] = _Place(own, f.name, kinds[f.name], own is None or "of_training" in f.metadata)
+    known["bf16"] = replace(known["bf16"], kind=bool | typing.Literal[AUTO])  # settled before DriftConfig is made
     return known
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,23 +20,23 @@ from ..data.prompts import pack_prompts
 from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
 from ..evaluation.report import write_report
-from ..files import write_json
+from ..files import read_json, write_json
 from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
-from ..publishing.upload import files_to_publish, publish
-from ..training.drift_config import recorded_settings
+from ..publishing.upload import publish
+from ..training.drift_config import DriftConfig, recorded_settings
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
-from .budget import budget, describe, matmul_rate
-from .plan import BASE, Training, labels_to_match, plan_trainings
-from .recipe import Recipe
+from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
+from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings
+from .recipe import AUTO, Recipe
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
 HISTORY = "training.json"  # in the same folder, once the training is done: its log, losses and card
 
 
-def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool = False) -> dict:
+def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     """Run a recipe. Returns the results, which are also in `output_dir`/results.json.
 
     Under `accelerate launch` or `torchrun` all processes train, sample and score. The first one alone writes.
@@ -46,15 +46,12 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False, dry_run: bool 
         arguments: fields of `DriftConfig`.
         resume: go on with the run in `output_dir`: finished parts are kept, training goes on from its newest complete
             checkpoint.
-        dry_run: load everything, say what the run would cost and which files a push would upload, and leave nothing.
 
     Raises:
         ValueError: bad fields, a model or text that cannot be used, an output directory that holds something else.
     """
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
-    if dry_run:
-        return run.rehearse()
     results = {"recipe": asdict(recipe), "arguments": run.arguments, "training": {}}
     for training in run.trainings:
         results["training"][training.label] = run.train_or_resume(training, resume=resume)
@@ -107,6 +104,7 @@ class Run:
         arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
         folder = Path(arguments.get("output_dir") or "out")
         _refuse_other_content(folder, resume)
+        recipe, arguments = _with_bf16(recipe, arguments, folder)
         trainings = plan_trainings(recipe, arguments, folder)
         labels = [training.label for training in trainings]
         check_matches(labels_to_match(recipe, trainings), BASE, [BASE, *labels], recipe.sampling.temperatures)
@@ -158,20 +156,24 @@ class Run:
         trainer.card.describe_data({name: value for name, value in data.items() if value is not None})
         return trainer
 
-    def announcement(self, training: Training, trainer: DriftTrainer) -> str:
-        """What a training is, the batch, the memory and the time that it will take, in a line each."""
+    def num_steps(self, training: Training) -> int:
+        """Optimizer steps of a training; -1 where the text is a stream and `max_steps` is not given."""
+        config, rows = training.config, self.splits["train"]
+        if config.max_steps > 0 or not isinstance(rows, Dataset):
+            return config.max_steps
+        return math.ceil(len(rows) / _global_batch(config) * config.num_train_epochs)
+
+    def describe(self, training: Training, trainer: DriftTrainer) -> str:
+        """What a training is: its steps, parameters, rows and batch."""
         config, rows = training.config, self.splits["train"]
         length = self.recipe.block_size or self.base.longest
-        cost = budget(trainer.model, config, length, encoder_copy=training.recipe.encoder != "base")
-        batch = config.train_batch_size * config.gradient_accumulation_steps * config.world_size
-        num_steps = config.max_steps
-        if num_steps <= 0 and isinstance(rows, Dataset):
-            num_steps = math.ceil(len(rows) / batch * config.num_train_epochs)
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        what = f"{training.label}: {num_steps} steps, {trained:,} of {trainer.model.num_parameters():,} parameters"
-        what += f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else ""
-        rate = matmul_rate(config.device, _dtype(config))
-        return f"{what}\n{describe(cost, config, num_steps, rate)}"
+        return (
+            f"{training.label}: {self.num_steps(training)} steps, {trained:,} of {trainer.model.num_parameters():,} "
+            "parameters" + (f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else "") + "\n"
+            f"Global batch {_global_batch(config)} = {config.train_batch_size} rows a device x "
+            f"{config.gradient_accumulation_steps} accumulated x {config.world_size} processes."
+        )
 
     def train_or_resume(self, training: Training, resume: bool = False) -> dict:
         """Do one training and save its model; what is finished is left alone. Returns the history of the training.
@@ -181,18 +183,19 @@ class Run:
         """
         asked = self._settings(training)
         if resume and (training.folder / SETTINGS).is_file():
-            there = json.loads((training.folder / SETTINGS).read_text(encoding="utf-8"))
+            there = read_json(training.folder / SETTINGS)
             if changed := changed_settings(there, asked):
                 raise ValueError(
                     f"The training in {training.folder} was made with other settings (there, asked for now): "
                     f"{changed}. Name another --output_dir, or remove {training.folder} to have it made anew."
                 )
             if (training.folder / HISTORY).is_file():
-                return json.loads((training.folder / HISTORY).read_text(encoding="utf-8"))
+                return read_json(training.folder / HISTORY)
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
-            print(self.announcement(training, trainer), flush=True)
-            write_json(training.folder / SETTINGS, asked)
+            print(self.describe(training, trainer), flush=True)
+            self.write_settings(training)
+        reset_peak_memory(training.config.device)
         before = self._loss_before(training, trainer) if "validation" in self.splits else None
         trainer.train(resume_from_checkpoint=resume and any(training.folder.glob("checkpoint-*")))
         history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
@@ -200,9 +203,11 @@ class Run:
             history["eval_loss"] = trainer.evaluate()["eval_loss"]
         trainer.card.add_losses(before, history.get("eval_loss"))
         trainer.save_model()
+        history["peak_memory_gib"] = round(peak_memory(training.config.device) / GIB, 2)
         history["card"] = vars(trainer.card)
         if PartialState().is_main_process:
             write_json(training.folder / HISTORY, history)
+            print(f"{training.label}: peak memory {history['peak_memory_gib']:.2f} GiB.", flush=True)
         PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
         return history
 
@@ -219,6 +224,10 @@ class Run:
             return _load(training.recipe, str(training.folder))
         # Adapters go into the recipe's base: once pushed, they no longer say where it lies.
         return merge_adapter(_load(training.recipe), str(training.folder))
+
+    def write_settings(self, training: Training) -> None:
+        """Write what a training is asked to do beside its model, for runs that resume it."""
+        write_json(training.folder / SETTINGS, self._settings(training))
 
     def _settings(self, training: Training) -> dict:
         """What decides the weights that a training gives, however many devices share its batches."""
@@ -264,20 +273,6 @@ class Run:
             card.add_results(comparison.rows, self.main.label, *settings, table)
         card.save(self.main.folder)
 
-    def rehearse(self) -> dict:
-        """Build the main trainer, say what it would cost and which files a push would upload, and leave nothing."""
-        with tempfile.TemporaryDirectory() as scratch:
-            (main, *_) = plan_trainings(self.recipe, self.arguments | {"push_to_hub": False}, Path(scratch))
-            trainer = self.build_trainer(main)
-            trainer.save_model()
-            write_json(main.folder / SETTINGS, self._settings(main))
-            files = files_to_publish(main.folder)
-        if PartialState().is_main_process:
-            print(self.announcement(main, trainer))
-            print(f"A push would upload to {self.arguments.get('hub_model_id') or 'hub_model_id, which is not set,'}:")
-            print("\n".join(f"  {size:>13,} bytes  {name}" for name, size in files.items()))
-        return {"files": files}
-
 
 def _refuse_other_content(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
@@ -287,6 +282,28 @@ def _refuse_other_content(folder: Path, resume: bool) -> None:
             f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
             "add --resume to go on with the run in it."
         )
+
+
+def _with_bf16(recipe: Recipe, arguments: dict, folder: Path) -> tuple[Recipe, dict]:
+    """Recipe and arguments with true or false wherever they have bf16: auto. A run keeps what it began with."""
+    asked = [arguments, *(recipe.trainings or {}).values()]
+    if not any(fields.get("bf16") == AUTO for fields in asked):
+        return recipe, arguments
+    device = DriftConfig(**arguments | {"bf16": False, "output_dir": str(folder)}).device  # joins the other processes
+    began = folder / MAIN_FOLDER / SETTINGS
+    chosen, reason = None, ""
+    if PartialState().is_main_process:
+        if began.is_file():
+            chosen = read_json(began).get("bf16")
+            reason = f"bf16: auto is {str(chosen).lower()}, as when the run began."
+        if not isinstance(chosen, bool):
+            chosen, reason = choose_bf16(device)
+        print(reason, flush=True)
+    (chosen,) = broadcast_object_list([chosen])
+    settled = [fields | {"bf16": chosen} if fields.get("bf16") == AUTO else fields for fields in asked]
+    if recipe.trainings is not None:
+        recipe = replace(recipe, trainings=dict(zip(recipe.trainings, settled[1:], strict=True)))
+    return recipe, settled[0]
 
 
 def _load(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
@@ -316,5 +333,5 @@ def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length
     return rows.repeat(None) if recipe.streaming else rows
 
 
-def _dtype(config) -> torch.dtype:
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+def _global_batch(config: DriftConfig) -> int:
+    return config.train_batch_size * config.gradient_accumulation_steps * config.world_size

@@ -51,20 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
     parser.add_argument(*spellings("push_to_hub"), nargs="?", const="true", help="upload the result to hub_model_id")
     parser.add_argument(
-        *spellings("dry_run"), action="store_true", help="say what it would cost and what a push would upload, and stop"
+        *spellings("dry_run"),
+        action="store_true",
+        help="do two steps, say what the run would cost and what a push would upload, and leave nothing",
     )
     parser.set_defaults(rest=[])  # what the parser does not know: fields of the recipe
 
 
 def run(options: argparse.Namespace) -> int:
     from .recipe import read_recipe
-    from .run import refine
+    from .rehearsal import rehearse
+    from .run import Run, refine
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tokendrift_hf").setLevel(logging.INFO)  # what packing dropped, which checkpoint is resumed, ...
     pushed = {} if options.push_to_hub is None else {"push_to_hub": options.push_to_hub}
     recipe, arguments = read_recipe(options.recipe, field_flags(options.rest) | pushed)
-    refine(recipe, arguments, resume=options.resume, dry_run=options.dry_run)
+    if options.dry_run:
+        rehearse(Run.open(recipe, arguments, resume=options.resume))
+    else:
+        refine(recipe, arguments, resume=options.resume)
     return 0
 
 

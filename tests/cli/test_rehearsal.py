@@ -1,0 +1,72 @@
+"""A rehearsal does two short steps, says what it measured, and leaves nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tokendrift_hf.cli import main
+from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.cli.rehearsal import rehearse
+from tokendrift_hf.cli.run import Run
+from tokendrift_hf.training.drift_trainer import DriftTrainer
+
+RECIPE = """
+model: base
+dataset: corpus.jsonl
+max_steps: 600
+per_device_train_batch_size: 2
+global_batch_size: 16
+queue_size: 4
+ema_decay: 0.9
+eval_strategy: steps
+eval_steps: 1
+save_steps: 1
+logging_steps: 1
+validation_split: train
+gen_ppl_num_steps: [1]
+use_cpu: true
+disable_tqdm: true
+"""
+
+
+@pytest.fixture
+def recipe(text_files):
+    path = text_files / "rehearsed.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_the_time_of_a_step_is_measured_with_all_its_micro_batches(recipe, tmp_path, monkeypatch, capsys):
+    """Micro-batches of 0.1 s, eight a step, of which two are done: 0.8 s a step, 8 minutes for 600."""
+    plain, calls = DriftTrainer.compute_loss, []
+
+    def slow(self, *args, **kwargs):
+        calls.append(1)
+        time.sleep(0.1)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DriftTrainer, "compute_loss", slow)
+    measured = rehearse(Run.open(*read_recipe(recipe, {"output_dir": str(tmp_path / "out")})))
+    assert len(calls) == 4, "two steps of two micro-batches, without any evaluation"
+    assert 0.8 <= measured["seconds_a_step"] < 8
+    output = capsys.readouterr().out
+    assert "TokenDrift: 600 steps" in output
+    assert "Global batch 16 = 2 rows a device x 8 accumulated x 1 processes." in output
+    assert f"Measured in two steps: {measured['seconds_a_step']:.3g} s a step" in output
+    assert " for 600 steps, without evaluations" in output
+    assert f"Peak memory of the process: {measured['peak_memory'] / 2**30:.2f} GiB." in output
+    assert measured["peak_memory"] > 2**27
+
+
+def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):
+    """Neither in the output directory nor beside the recipe; the files of a push are named with their sizes."""
+    before = {path: path.stat().st_mtime_ns for path in recipe.parent.rglob("*")}
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.stat().st_mtime_ns for path in recipe.parent.rglob("*")} == before
+    output = capsys.readouterr().out
+    assert "A push would upload to hub_model_id, which is not set,:" in output
+    assert " bytes  model.safetensors" in output
+    assert "checkpoint-" not in output

@@ -1,0 +1,56 @@
+"""What this machine does, measured: memory at its peak, and whether bfloat16 is the faster number format."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+GIB = 2**30
+WORTHWHILE = 1.2  # a product in bfloat16 has to be this much faster, since casting to it takes time as well
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors on an accelerator have taken since its last reset, on a CPU the whole process."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to measure the peak anew. That of a process on a CPU only ever grows."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def choose_bf16(device: torch.device) -> tuple[bool, str]:
+    """Whether bfloat16 products are clearly faster on a device than float32 ones, and a sentence that says so."""
+    half, single = (product_seconds(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    chosen = half * WORTHWHILE < single
+    return chosen, (
+        f"bf16: auto is {str(chosen).lower()}. A matrix product takes {1e3 * half:.2f} ms in bfloat16 here and "
+        f"{1e3 * single:.2f} ms in float32."
+    )
+
+
+def product_seconds(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """The shortest time that a matrix product took, of as many as fit into `seconds`."""
+    size = 1024 if device.type == "cpu" else 4096
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    shortest, end = float("inf"), time.perf_counter() + seconds
+    (a @ a)[0, 0].item()  # the first one loads what it needs
+    while time.perf_counter() < end or shortest == float("inf"):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
