@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, tiny_model
 from tables import Stub
 from torch import nn
-from transformers import TextDiffusionStreamer, TextStreamer
+from transformers import GenerationConfig, TextDiffusionStreamer, TextStreamer
 from transformers.modeling_outputs import MaskedLMOutput
 
 from tokendrift_hf import DiffusionGenerationConfig
@@ -546,6 +546,55 @@ def test_settings_survive_saving_and_loading(kind, tmp_path):
 def test_settings_with_unknown_names_are_refused():
     with pytest.raises(ValueError, match="Unknown generation settings .*num_beams"):
         DiffusionGenerationConfig(num_beams=2)
+
+
+def test_an_unknown_setting_is_named_and_does_not_reach_the_file(tmp_path, caplog):
+    """Written into generation_config.json it made the checkpoint unreadable."""
+    model = tiny_model("mdlm")
+    model.generation_config.num_beam_groups = 4
+    assert "num_beam_groups=4 is no setting of a diffusion model" in caplog.text
+    model.generation_config.num_steps = 3
+    model.save_pretrained(tmp_path)
+    caplog.clear()
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.generation_config.num_steps == 3
+    assert not caplog.records
+    assert not hasattr(loaded.generation_config, "num_beam_groups")
+
+
+def test_a_foreign_file_of_settings_is_read_with_one_warning(tmp_path, caplog):
+    model = tiny_model("mdlm")
+    model.save_pretrained(tmp_path)
+    foreign = GenerationConfig(do_sample=True, num_beams=4, temperature=0.5, max_new_tokens=9, eos_token_id=[3, 4])
+    foreign.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).generation_config
+    assert (loaded.temperature, loaded.max_new_tokens, loaded.eos_token_id) == (0.5, 9, [3, 4])
+    assert [r.getMessage() for r in caplog.records if "do_sample" in r.getMessage()] == [
+        "generation_config.json has ['do_sample', 'num_beams'], which no diffusion model knows. They are ignored."
+    ]
+
+
+@pytest.mark.parametrize(
+    "content, message", [("[1, 2]", "holds a list"), ('"x"', "holds a str"), ('{"a": ', "is no JSON")]
+)
+def test_a_damaged_file_of_settings_is_an_error_that_names_it(tmp_path, content, message):
+    model = tiny_model("mdlm")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"generation_config.json {message}.* Mend or delete it"):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_settings_of_transformers_are_taken_or_refused():
+    model = tiny_model("mdlm")
+    theirs = GenerationConfig(max_new_tokens=5, temperature=0.7, top_k=3, eos_token_id=2)
+    ours = dict(max_new_tokens=5, temperature=0.7, top_k=3)
+    assert model.generate(generation_config=theirs, seed=0).equal(model.generate(**ours, seed=0))
+    with pytest.raises(ValueError, match=r"generation_config sets \['do_sample', 'num_beams'\], which no diffusion"):
+        model.generate(generation_config=GenerationConfig(do_sample=True, num_beams=2))
+    for wrong in ({"num_steps": 3}, "greedy", 4):
+        with pytest.raises(ValueError, match=f"generation_config is a {type(wrong).__name__}. Give a Diffusion"):
+            model.generate(generation_config=wrong)
 
 
 @pytest.mark.parametrize(

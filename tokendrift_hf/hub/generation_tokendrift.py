@@ -179,7 +179,9 @@ class DiffusionGenerationMixin:
 
     def _settings(self, generation_config, arguments: dict) -> tuple[set[str], DiffusionGenerationConfig]:
         """The names given in this call, and the settings in force."""
-        settings = copy.deepcopy(generation_config) if generation_config is not None else DiffusionGenerationConfig()
+        settings = DiffusionGenerationConfig()
+        if generation_config is not None:
+            settings = DiffusionGenerationConfig.of(generation_config)
         unknown = sorted(set(arguments) - set(settings.fields))
         if unknown:
             raise ValueError(f"generate() got unknown arguments {unknown}. Settings are {sorted(settings.fields)}.")
@@ -242,7 +244,7 @@ class DiffusionGenerationMixin:
     ):
         """Called by `from_pretrained`: reads generation_config.json, where there is one."""
         if generation_config is not None:
-            self.generation_config = DiffusionGenerationConfig.from_dict(generation_config.to_dict())
+            self.generation_config = DiffusionGenerationConfig.of(generation_config)
         elif pretrained_model_name_or_path is not None:
             try:
                 self.generation_config = DiffusionGenerationConfig.from_pretrained(

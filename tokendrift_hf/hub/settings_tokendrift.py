@@ -4,8 +4,13 @@ import copy
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from .samplers_tokendrift import SAMPLERS
+
+logger = logging.get_logger(__name__)
+
+METADATA = ("_from_model_config", "_commit_hash", "transformers_version")  # beside the settings in every such class
 
 
 class DiffusionGenerationConfig(GenerationConfig):
@@ -60,13 +65,73 @@ class DiffusionGenerationConfig(GenerationConfig):
 
     def __init__(self, **kwargs):
         # As in transformers' own diffusion model, without super().__init__(): its fields are for autoregression.
-        for name in (*self.fields, "_from_model_config", "_commit_hash", "transformers_version"):
+        for name in (*self.fields, *METADATA):
             setattr(self, name, kwargs.pop(name, None))
         if kwargs:
             raise ValueError(f"Unknown generation settings {sorted(kwargs)}. Known are {sorted(self.fields)}.")
 
+    def __setattr__(self, name: str, value):
+        if name not in (*self.fields, *METADATA) and not name.startswith("_"):
+            logger.warning_once(
+                f"{name}={value!r} is no setting of a diffusion model: generate() and saving ignore it."
+            )
+        super().__setattr__(name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings and nothing else, so that what is saved can be read."""
+        return {name: value for name, value in super().to_dict().items() if name in (*self.fields, *METADATA)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "DiffusionGenerationConfig":
+        """The settings of a dictionary, such as the content of generation_config.json. Others are ignored, and named.
+
+        Raises:
+            ValueError: it is no dictionary.
+        """
+        if not isinstance(config_dict, dict):
+            raise ValueError(
+                f"generation_config.json holds a {type(config_dict).__name__}. It must hold an object with settings. "
+                "Mend or delete it."
+            )
+        unknown = sorted(set(config_dict) - {*cls.fields, *METADATA})
+        if unknown:
+            logger.warning(f"generation_config.json has {unknown}, which no diffusion model knows. They are ignored.")
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        return super().from_dict(known, **kwargs)
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        # transformers makes an OSError of an unreadable file, as of a missing one, which is no error.
+        try:
+            return super()._dict_from_json_file(json_file)
+        except ValueError as error:
+            raise ValueError(f"{json_file} is no JSON ({error}). Mend or delete it.") from None
+
+    @classmethod
+    def of(cls, other) -> "DiffusionGenerationConfig":
+        """A copy of settings of this class, or what a `GenerationConfig` of transformers says beyond its defaults.
+
+        Raises:
+            ValueError: it is neither, or it says what only autoregressive models know.
+        """
+        if not hasattr(other, "to_diff_dict"):
+            raise ValueError(
+                f"generation_config is a {type(other).__name__}. Give a DiffusionGenerationConfig, or the settings "
+                "themselves as arguments."
+            )
+        if hasattr(other, "fields"):  # ours, maybe another copy of this class, as custom code has
+            return cls(**{name: copy.deepcopy(getattr(other, name, None)) for name in cls.fields})
+        said = {name: value for name, value in other.to_diff_dict().items() if name not in METADATA}
+        unknown = sorted(set(said) - set(cls.fields))
+        if unknown:
+            raise ValueError(
+                f"generation_config sets {unknown}, which no diffusion model knows. Leave them out. Known are "
+                f"{sorted(cls.fields)}."
+            )
+        return cls(**said)
+
     def validate(self, **unused):
-        """Values are checked by `generate()`, with the model at hand; so saving never fails."""
+        """Nothing: values are checked by `generate()`, with the model at hand, so saving never fails."""
 
     def get_generation_mode(self, *args, **kwargs):
         raise NotImplementedError("Diffusion models have samplers, not generation modes.")
