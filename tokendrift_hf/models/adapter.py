@@ -84,7 +84,7 @@ def _adaptation(model, family: Family, tokenizer, told: dict) -> Adaptation:
             f"The tokenizer has ids up to {len(tokenizer) - 1}, but {type(model).__name__} embeds {V}. Take the "
             "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) and train the new rows."
         )
-    mask_token_id = _mask_id(model, tokenizer, told.get("mask_token_id"))
+    mask_token_id = _mask_id(model, family, tokenizer, told.get("mask_token_id"))
     special = tokenizer is not None and is_masked_language_model(model.config.model_type)
     kept = set(told.get("kept_token_ids", tokenizer.all_special_ids if special else ())) - {mask_token_id}
     if kept and not 0 <= min(kept) <= max(kept) < V:
@@ -129,8 +129,10 @@ def _refuse_what_does_not_fit(model: PreTrainedModel) -> Family:
     return family
 
 
-def _mask_id(model, tokenizer, mask_token_id: int | None) -> int:
-    options = (mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
+def _mask_id(model, family: Family, tokenizer, mask_token_id: int | None) -> int:
+    options = [mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(model.config, "mask_token_id", None)]
+    if tokenizer is not None and family.mask_token is not None:
+        options.insert(2, tokenizer.get_vocab().get(family.mask_token))
     found = next((option for option in options if option is not None), None)
     if found is None:
         raise ValueError(
@@ -147,7 +149,8 @@ def _mask_id(model, tokenizer, mask_token_id: int | None) -> int:
 
 def _length(model, max_length: int | None) -> int:
     """The longest sequence: as asked for, at most what the model's table of positions holds."""
-    limit = getattr(model.config, "max_position_embeddings", None) or max_length
+    names = ("max_position_embeddings", "max_sequence_length")  # the second is LLaDA's
+    limit = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), max_length)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             # RoBERTa and its kin count positions from the row after the padding's.

@@ -27,11 +27,13 @@ class Family:
             forward takes.
         shift: whether the logits at position i predict token i + 1.
         prepare: called once with the model, for what its configuration must say.
+        mask_token: the text of the mask where the tokenizer has it and does not call it so.
     """
 
     inputs: Callable[[PreTrainedModel, Tensor, Tensor | None], dict[str, Any]] = plain_inputs
     shift: bool = False
     prepare: Callable[[PreTrainedModel], None] = lambda model: None
+    mask_token: str | None = None
 
 
 def _without_token_dropout(model: PreTrainedModel) -> None:
@@ -47,7 +49,20 @@ def _esm_inputs(model: PreTrainedModel, inputs_embeds: Tensor, attention_mask: T
     return inputs | {"inputs_embeds": embedded}
 
 
-FAMILIES = {"esm": Family(inputs=_esm_inputs, prepare=_without_token_dropout)}
+def _dream_inputs(model: PreTrainedModel, inputs_embeds: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
+    """Dream takes no mask, or a bool one [B, 1, L, L]. Rows of padding see the text too: a row without any is nan."""
+    inputs = plain_inputs(model, inputs_embeds, attention_mask)
+    if attention_mask is not None:
+        length = attention_mask.shape[1]
+        inputs["attention_mask"] = attention_mask.bool()[:, None, None, :].expand(-1, 1, length, -1)
+    return inputs
+
+
+FAMILIES = {
+    "esm": Family(inputs=_esm_inputs, prepare=_without_token_dropout),
+    "llada": Family(mask_token="<|mdm_mask|>"),
+    "Dream": Family(inputs=_dream_inputs, shift=True),
+}
 
 # model_type -> what is missing.
 REFUSED = {
@@ -63,6 +78,11 @@ REFUSED = {
 }
 
 
+def refusal(name: str, model_type: str) -> str:
+    """Why a model of a type in `REFUSED` cannot be adapted."""
+    return f"{name} (model type {model_type!r}) cannot be adapted: {REFUSED[model_type]}."
+
+
 def family_of(model: PreTrainedModel) -> Family:
     """What is known about the family of a model.
 
@@ -71,12 +91,12 @@ def family_of(model: PreTrainedModel) -> Family:
     """
     name, model_type = type(model).__name__, model.config.model_type
     if model_type in REFUSED:
-        raise ValueError(f"{name} (model_type {model_type!r}) cannot be adapted: {REFUSED[model_type]}.")
+        raise ValueError(refusal(name, model_type))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if not type(model).__module__.startswith("transformers."):
         raise ValueError(
-            f"{name} (model_type {model_type!r}) is no family that is known here. Known are the masked language models "
+            f"{name} (model type {model_type!r}) is no family that is known here. Known are the masked language models "
             f"of transformers, its decoders with config.is_causal = False, and {', '.join(sorted(FAMILIES))}."
         )
     return Family()

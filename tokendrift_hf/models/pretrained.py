@@ -7,7 +7,6 @@ from typing import Any
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedConfig,
@@ -16,10 +15,11 @@ from transformers import (
 )
 
 from .adapter import as_diffusion
-from .families import is_decoder, is_masked_language_model
+from .families import REFUSED, is_decoder, is_masked_language_model, refusal
+from .remote import REPAIRS, load_remote, load_remote_config
 
 A2D = "a2d-"  # dllm's prefix of a model type: the decoder of that name, trained to see both sides
-AUTO_CLASSES = {cls.__name__: cls for cls in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModel)}
+HEADS_FIRST = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 
 
 def is_a2d(config: dict) -> bool:
@@ -55,16 +55,21 @@ def load_adapted(
         ValueError: an unknown kind of model; remote code that is not trusted; weights that are missing; what
             `as_diffusion` refuses.
     """
-    auto_class, found = _configuration(name, config, trust_remote_code, kwargs.get("revision"))
-    if dropout is not None:
-        for field, value in found.to_dict().items():
-            if "dropout" in field and isinstance(value, float):
-                setattr(found, field, dropout)
+    if config.get("model_type") in REFUSED:
+        raise ValueError(refusal(name, config["model_type"]))
     if kwargs.get("attn_implementation") == "sdpa":
         del kwargs["attn_implementation"]  # transformers takes it by itself, where the model has it
-    model, info = auto_class.from_pretrained(
-        name, config=found, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
-    )
+    revision = kwargs.get("revision")
+    native = _native(name, config, revision)
+    if native is not None:
+        auto_class, found = native
+        _set_dropout(found, dropout)
+        model, info = auto_class.from_pretrained(name, config=found, output_loading_info=True, **kwargs)
+    else:
+        reference = _remote_class(name, config, trust_remote_code)
+        found = load_remote_config(name, revision)
+        _set_dropout(found, dropout)
+        model, info = load_remote(name, reference, found, **kwargs)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key, *_ in info["mismatched_keys"])
     if missing:
         raise ValueError(
@@ -75,33 +80,48 @@ def load_adapted(
     return as_diffusion(model, tokenizer=tokenizer, **told | ({} if max_length is None else {"max_length": max_length}))
 
 
-def _configuration(
-    name: str, config: dict, trust_remote_code: bool, revision: str | None
-) -> tuple[type, PreTrainedConfig]:
-    """The auto class that loads a model, and its configuration."""
+def _native(name: str, config: dict, revision: str | None) -> tuple[type, PreTrainedConfig] | None:
+    """The auto class that loads a model of transformers, and its configuration; None: it has no such model."""
     model_type = config.get("model_type")
     if is_a2d(config):
-        native = model_type.removeprefix(A2D)
+        model_type = model_type.removeprefix(A2D)
         fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures", "auto_map")}
-        found = CONFIG_MAPPING[native].from_dict(fields)
+        found = CONFIG_MAPPING[model_type].from_dict(fields)
         found.is_causal = False
         return AutoModelForCausalLM, found
-    if model_type in CONFIG_MAPPING:
-        found = AutoConfig.from_pretrained(name, revision=revision)
-        if getattr(found, "is_encoder_decoder", False) or is_masked_language_model(model_type):
-            return AutoModelForMaskedLM, found
-        if is_decoder(model_type):
-            return AutoModelForCausalLM, found
-    remote = config.get("auto_map") or {}
-    for auto_name in AUTO_CLASSES if "AutoConfig" in remote else ():
-        if auto_name in remote:
-            if not trust_remote_code:
-                raise ValueError(
-                    f"{name} (model type {model_type!r}) comes with its own code, which is not run unasked. Read it, "
-                    "then set trust_remote_code: true (--trust-remote-code)."
-                )
-            return AUTO_CLASSES[auto_name], AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=True)
-    raise ValueError(
-        f"{name} is a model of type {model_type!r}, which predicts no masked tokens. Known are MDLM and DUO, the "
-        "masked language models of transformers, decoders with config.is_causal = False, LLaDA and Dream."
-    )
+    if not (is_masked_language_model(model_type) or is_decoder(model_type)):
+        return None
+    auto_class = AutoModelForMaskedLM if is_masked_language_model(model_type) else AutoModelForCausalLM
+    return auto_class, AutoConfig.from_pretrained(name, revision=revision)
+
+
+def _remote_class(name: str, config: dict, trust_remote_code: bool) -> str:
+    """The entry of `auto_map` for a model whose code lies beside it.
+
+    Raises:
+        ValueError: there is none that predicts tokens; it is not trusted; nobody has looked at this family.
+    """
+    model_type, classes = config.get("model_type"), config.get("auto_map") or {}
+    reference = next((classes[auto] for auto in HEADS_FIRST if auto in classes), None)
+    if reference is None:
+        raise ValueError(
+            f"{name} is a model of type {model_type!r}, which predicts no masked tokens. Known are MDLM and DUO, the "
+            f"masked language models of transformers, decoders with config.is_causal = False, and {', '.join(REPAIRS)}."
+        )
+    if model_type not in REPAIRS:
+        raise ValueError(
+            f"{name} comes with code of its own, for model type {model_type!r}, that is not known here. Known are "
+            f"{', '.join(REPAIRS)}."
+        )
+    if not trust_remote_code:
+        raise ValueError(
+            f"{name} (model type {model_type!r}) comes with code of its own, which is not run unasked. Read it, then "
+            "set trust_remote_code: true (--trust-remote-code)."
+        )
+    return reference
+
+
+def _set_dropout(config: PreTrainedConfig, dropout: float | None) -> None:
+    for field, value in config.to_dict().items() if dropout is not None else ():
+        if "dropout" in field and isinstance(value, float):
+            setattr(config, field, dropout)
