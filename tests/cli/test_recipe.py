@@ -120,3 +120,9 @@ def test_help_lists_every_field_without_a_heavy_import():
     for name, f in own.items():
         assert f.metadata["help"].startswith(listed[name]), name
     assert "num_steps: list[int] = [4, 8, 16]" in run.stdout and "ema_decay: float | null = null" in run.stdout
+
+
+def test_a_flag_wins_over_what_the_recipe_says_of_one_training(tmp_path):
+    path = _write(tmp_path, "model: x\ntrainings: {a: {max_steps: 240, learning_rate: 1e-4}, b: {}}")
+    recipe, arguments = read_recipe(path, {"max_steps": "2"})
+    assert arguments["max_steps"] == 2 and recipe.trainings == {"a": {"learning_rate": 1e-4}, "b": {}}

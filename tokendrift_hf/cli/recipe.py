@@ -173,6 +173,8 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
     for label, changes in (values.get("trainings") or {}).items():
         if not isinstance(label, str) or not isinstance(changes, dict):
             raise ValueError(f"{path}: trainings has {label!r}: {changes!r}. Write 'label: {{field: value}}'.")
+        if "trainings" not in overrides:  # a flag wins over what the file says of one training, too
+            changes = {name: value for name, value in changes.items() if name not in overrides}
         values["trainings"][label] = _read_fields(changes, of_training, f"{path}, training {label!r}")
     if "model" not in values:
         raise ValueError(f"{path}: the field model is missing: which checkpoint is to be refined?")
