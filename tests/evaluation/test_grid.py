@@ -112,10 +112,26 @@ def test_a_cell_is_what_generate_and_the_metric_give_with_the_settings_it_record
         )
         expected = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **text_judge).compute(predictions=output.sequences)
         assert found["num_forward_calls"] == output.num_forward_calls
+        assert found["calls_per_row"] == output.calls_per_row.double().mean()
         assert {name: found[name] for name in expected.keys() - {"versions"}} == {
             name: value for name, value in expected.items() if name != "versions"
         }
         assert found["versions"] == expected["versions"] | {"tokendrift_hf": tokendrift_hf.__version__}
+
+
+def test_a_record_says_what_drawing_took(harness, text_model):
+    """Four samples in batches of three and one: the passes of both, the seconds, and tokens over seconds."""
+    model, passes, seconds = text_model[0], [], time.perf_counter()
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        ids, cost = harness.draw(harness.cell("base", 3, 1.0, 0))
+    finally:
+        hook.remove()
+    assert len(ids) == 4
+    assert cost["num_forward_passes"] == len(passes)
+    assert 0 < cost["calls_per_row"] <= cost["num_forward_calls"] <= 4
+    assert 0 < cost["seconds"] <= time.perf_counter() - seconds
+    assert cost["tokens_per_second"] == pytest.approx(4 * 16 / cost["seconds"])
 
 
 def test_cells_of_other_weights_or_of_another_judge_are_not_reused(text_model, text_judge, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from toys import record
 
 from tokendrift_hf.evaluation.comparison import AtEntropy, Comparison, summarise
-from tokendrift_hf.evaluation.report import entropy_table, markdown_table, plot, write_report
+from tokendrift_hf.evaluation.report import cost_table, entropy_table, markdown_table, plot, write_report
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"gen_ppl": 7.25, "entropy": 3.5}
@@ -62,6 +62,17 @@ def test_the_models_at_the_entropy_of_text_have_a_table_of_their_own(tmp_path):
     assert first == r"| a\|b | 31.6 ± 0.5 (T = 0.85) | - |", "a dash beyond the model's temperatures"
     assert second == "| c |  | 20.0 (T = 0.90) |", "one seed has no standard error"
     assert table in write_report(Comparison(two_models(), at_text_entropy=values), tmp_path)
+
+
+def test_what_sampling_took_has_a_table_of_its_own(tmp_path):
+    took = {"calls_per_row": 4.5, "num_forward_passes": 9, "seconds": 2.0, "tokens_per_second": 1234.5}
+    rows = summarise([record("a", 0, 9.0, 3.0, **took), record("a", 1, 9.0, 3.0, **took | {"seconds": 4.0})])
+    rows += summarise([record("made before", 0, 9.0, 3.0)])
+    assert (rows[0].seconds, rows[0].num_forward_passes, rows[1].seconds) == (3.0, 9, None)
+    table = cost_table(rows)
+    assert table.splitlines()[0] == "| model | NFE 4: tokens/s (seconds, calls a sample) |"
+    assert table.splitlines()[2:] == ["| a | 1,234 (3.0 s, 4.5) |", "| made before |  |"]
+    assert table in write_report(Comparison(rows), tmp_path)
 
 
 def test_a_label_does_not_end_a_cell():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from ..evaluation.sampling import Sampling
+from ..files import read_json, write_json
 from .fields import add_options, from_options, spellings
 
 HELP = "sample and score models over steps, temperatures and seeds"
@@ -48,7 +48,6 @@ def run(options: argparse.Namespace) -> int:
     from ..evaluation.comparison import check_matches, evaluate_models
     from ..evaluation.grid import Harness
     from ..evaluation.report import write_report
-    from ..files import write_json
     from ..models.loading import load_judge, load_model, load_tokenizer
 
     named = {}
@@ -87,12 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_other_content(folder: Path, asked: dict) -> None:
     """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
-    from ..training.manifest import changed_settings
-
     path = folder / "results.json"
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if changed_settings(before, asked):
+        before = read_json(path)
+        if any(before.get(name) != value for name, value in asked.items()):
             raise ValueError(
                 f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
                 "overwritten. Name another --output-dir."

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [row[start:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
     texts, num_left_out = decode(tokenizer, rows)
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
+    record["num_forward_passes"] = output.num_forward_passes
     record |= {name: value for name, value in output.settings.items() if value is not None}
     if options.output is None:
         print("\n\n".join(texts))

@@ -15,6 +15,9 @@ from .grid import Cell, Harness
 ENTROPY_CURVE = [0.7, 0.8, 0.9, 1.0]
 
 
+COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
+
+
 @dataclass(frozen=True)
 class ResultRow:
     """The samples of a model at one number of steps and one temperature: means over the sampling seeds.
@@ -28,7 +31,12 @@ class ResultRow:
         entropy, entropy_sd: entropy of the tokens within a sample in nats.
         mauve, mauve_sd: MAUVE against real text in [0, 1]; None: not measured.
         degenerate: whether the metric flagged the samples of some seed.
-        num_forward_calls: network calls that a sample took, the most over the seeds.
+        num_forward_calls: predictions that sampling asked for, the most over the seeds.
+        calls_per_row: in how many of them a sample took part, on average. This and what follows is None where a cell
+            was drawn by a version that did not measure it.
+        num_forward_passes: of the network for the samples of a seed; a large batch needs several for one prediction.
+        seconds: wall-clock time of the samples of a seed.
+        tokens_per_second: sampled in that time.
         matched_to: label of the model whose entropy this temperature gives; None: the temperature was asked for.
         beyond: whether that entropy lies beyond all temperatures tried, so that this one is only the nearest.
     """
@@ -45,6 +53,10 @@ class ResultRow:
     mauve_sd: float | None
     degenerate: bool
     num_forward_calls: int
+    calls_per_row: float | None = None
+    num_forward_passes: float | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
     matched_to: str | None = None
     beyond: bool = False
 
@@ -102,8 +114,13 @@ def _groups(records: Iterable[dict], *names: str) -> dict[tuple, list[dict]]:
     return groups
 
 
+def _mean(group: Sequence[dict], name: str) -> float | None:
+    values = [record[name] for record in group if record.get(name) is not None]
+    return mean(values) if values else None
+
+
 def _row(group: Sequence[dict]) -> ResultRow:
-    values = {}
+    values = {name: _mean(group, name) for name in COSTS}
     for name in ("gen_ppl", "entropy", "mauve"):
         scores = [record[name] for record in group if record.get(name) is not None]
         if not scores and name != "mauve":

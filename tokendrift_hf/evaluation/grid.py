@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..files import write_json
+from ..files import read_json, write_json
 from .likelihood import nelbo_perplexity
 from .sampling import Sampling
 
@@ -143,7 +144,7 @@ class Harness:
         ]
 
     def run(self, cells: Iterable[Cell], description: str = "Sampling") -> list[dict]:
-        """One record a cell: its settings, `num_forward_calls`, the version of this package and the record of `GenPPL`.
+        """One record a cell: its settings, what drawing it took, the record of `GenPPL`, and versions.
 
         Every process gets all of them.
         """
@@ -157,25 +158,30 @@ class Harness:
     def _record(self, cell: Cell) -> dict:
         path = self.folder / cell.file_name
         if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-        ids, calls = self.draw(cell)
+            return read_json(path)
+        ids, cost = self.draw(cell)
         scores = self.metric.compute(predictions=ids)
         scores["judge_dtype"] = scores.pop("dtype")  # `dtype` is the sampled network's
-        record = asdict(cell) | {"num_forward_calls": calls} | scores
+        record = asdict(cell) | cost | scores
         record["versions"] |= {"tokendrift_hf": __version__}
         write_json(path, record)
         return record
 
-    def draw(self, cell: Cell) -> tuple[list[list[int]], int]:
-        """The token ids of the cell's samples and the number of network calls for one sample."""
+    def draw(self, cell: Cell) -> tuple[list[list[int]], dict]:
+        """The token ids of the cell's samples, and what they took.
+
+        That is: `num_forward_calls`, the predictions asked for; `calls_per_row`, in how many of them a sample took
+        part on average; `num_forward_passes` of the network for all samples; wall-clock `seconds` for all samples;
+        and `tokens_per_second`.
+        """
         model, batch_size = self.models[cell.model], self.sampling.batch_size
         generator = torch.Generator().manual_seed(cell.seed)
         half = torch.autocast(model.device.type, torch.bfloat16)
-        ids, calls = [], 0
-        for start in range(0, cell.num_samples, batch_size):
+        ids, outputs, start = [], [], time.perf_counter()
+        for first in range(0, cell.num_samples, batch_size):
             with half if cell.dtype == "bfloat16" else contextlib.nullcontext():
                 output = model.generate(
-                    num_samples=min(batch_size, cell.num_samples - start),
+                    num_samples=min(batch_size, cell.num_samples - first),
                     num_steps=cell.num_steps,
                     temperature=cell.temperature,
                     sampler=cell.sampler,
@@ -183,9 +189,16 @@ class Harness:
                     generator=generator,
                     return_dict_in_generate=True,
                 )
-            ids += output.sequences.tolist()
-            calls = output.num_forward_calls
-        return ids, calls
+            ids += output.sequences.tolist()  # waits for the device
+            outputs.append(output)
+        seconds = time.perf_counter() - start
+        return ids, {
+            "num_forward_calls": max(output.num_forward_calls for output in outputs),
+            "calls_per_row": float(torch.cat([output.calls_per_row for output in outputs]).double().mean()),
+            "num_forward_passes": sum(output.num_forward_passes for output in outputs),
+            "seconds": seconds,
+            "tokens_per_second": cell.num_samples * cell.length / seconds,
+        }
 
     def nelbo(self, rows: torch.Tensor, num_draws: int) -> dict[str, dict]:
         """label -> `nelbo_perplexity` of every model on real text [N, L]; the processes share the models out."""

@@ -12,6 +12,8 @@ from .comparison import AtEntropy, Comparison, ResultRow
 def write_report(comparison: Comparison, folder: Path) -> str:
     """Write table.md and plot.png of a comparison into a folder that exists. Returns the Markdown."""
     markdown = markdown_table(comparison.rows, comparison.real_text)
+    if any(row.seconds is not None for row in comparison.rows):
+        markdown += f"\n{cost_table(comparison.rows)}"
     if comparison.at_text_entropy:
         markdown += f"\n{entropy_table(comparison.at_text_entropy)}"
     if comparison.nelbo is not None:
@@ -46,6 +48,21 @@ def markdown_table(rows: Sequence[ResultRow], real_text: Mapping | None = None) 
         own = [f"{real_text['gen_ppl']:.1f}", f"{real_text['entropy']:.3f}", *("" for _ in mauve)]
         lines.append(["real text", *own * len(steps)])
     return _markdown(lines)
+
+
+def cost_table(rows: Sequence[ResultRow]) -> str:
+    """A line a model: at each NFE tokens a second, seconds for a seed's samples, and network calls a sample."""
+    labels, steps, cells = _cells(rows)
+    lines = [["model", *(f"NFE {n}: tokens/s (seconds, calls a sample)" for n in steps)]]
+    for label in labels:
+        lines.append([label, *(_cost(cells.get((label, n))) for n in steps)])
+    return _markdown(lines)
+
+
+def _cost(row: ResultRow | None) -> str:
+    if row is None or row.seconds is None:
+        return ""
+    return f"{row.tokens_per_second:,.0f} ({row.seconds:.1f} s, {row.calls_per_row:.3g})"
 
 
 def entropy_table(values: Sequence[AtEntropy]) -> str:
