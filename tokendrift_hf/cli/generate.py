@@ -13,7 +13,12 @@ HELP = "sample text from a model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a directory or a hub id")
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be there several times")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue, up to the end of the document; may be there several times",
+    )
     parser.add_argument(*spellings("num_samples"), type=int, default=1, help="how many, of each prompt (default 1)")
     parser.add_argument(
         *spellings("num_steps"), type=int, help="sampling steps (default: the model's setting, else 16)"
@@ -64,10 +69,11 @@ def run(options: argparse.Namespace) -> int:
     }
     inputs = {"num_samples": num_rows, "seed": options.seed}
     if prompts:
-        bos, _ = row_ends(tokenizer)  # with which every row begins that a model was trained on
+        bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
         rows = [torch.tensor([bos, *ids]) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
         inputs["input_ids"] = pad_sequence(rows, batch_first=True)
         inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        settings |= {"trim_eos": True, "eos_token_id": eos}
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.longest
     if options.watch:
@@ -75,8 +81,9 @@ def run(options: argparse.Namespace) -> int:
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()
-    start = 1 if prompts else 0
-    rows = [row[start:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
+    rows = [row[:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
+    if prompts:  # without the ends
+        rows = [row[1 : -1 if row[-1] == eos else None] for row in rows]
     texts, num_left_out = decode(tokenizer, rows)
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
     record["num_forward_passes"] = output.num_forward_passes

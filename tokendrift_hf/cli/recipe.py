@@ -69,6 +69,13 @@ class Recipe:
             "help": "Column with prompts, for which text_column holds the completions.",
         },
     )
+    fill_eos: bool = field(
+        default=True,
+        metadata={
+            "decides_weights": True,
+            "help": "Fill rows of prompts with eos up to block_size, so that the model learns where a completion ends.",
+        },
+    )
     train_split: str = field(default="train", metadata={"decides_weights": True, "help": "Split to train on."})
     validation_split: str | None = field(default=None, metadata={"help": "Split for eval_loss (the NELBO)."})
     reference_split: str | None = field(default=None, metadata={"help": "Split of real text: the table's end point."})

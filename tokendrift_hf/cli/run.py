@@ -151,7 +151,7 @@ class Run:
             eval_dataset=self.splits.get("validation"),
             processing_class=self.tokenizer,
         )
-        names = "dataset dataset_config dataset_revision text_column prompt_column train_split block_size wrap"
+        names = "dataset dataset_config dataset_revision text_column prompt_column fill_eos train_split block_size wrap"
         data = {name: getattr(self.recipe, name) for name in [*names.split(), "insert_eos"]}
         trainer.card.describe_data({name: value for name, value in data.items() if value is not None})
         return trainer
@@ -325,7 +325,7 @@ def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length
         streaming=recipe.streaming,
     )
     if recipe.prompt_column is not None:
-        return pack_prompts(documents, tokenizer, length)
+        return pack_prompts(documents, tokenizer, length, fill_eos=recipe.fill_eos)
     rows = pack_documents(
         documents, tokenizer, length, wrap=recipe.wrap, insert_eos=recipe.insert_eos, vocab_size=vocab_size
     )

@@ -13,16 +13,21 @@ from .packing import row_ends
 logger = logging.getLogger(__name__)
 
 
-def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> datasets.Dataset:
-    """One row a pair: [bos] + prompt + completion + [eos], at most `block_size` tokens.
+def pack_prompts(
+    pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, *, fill_eos: bool = True
+) -> datasets.Dataset:
+    """One row a pair: [bos] + prompt + completion + [eos], and eos from there to the end of the row.
 
-    A completion that is too long is cut; a prompt that leaves no room for one drops its pair. Both are counted in the
-    log. Rows have their own lengths: the trainer's collator pads a batch to its longest.
+    A completion that is too long is cut. A prompt that leaves no room for one drops its pair. Both are counted in the
+    log.
 
     Args:
         pairs: columns `prompt` and `text` (the completion), as `load_text` with `prompt_column` gives them.
         tokenizer: with an eos token, which stands in for a missing bos.
         block_size: the model's length.
+        fill_eos: rows are `block_size` tokens long, and the eos that fill them are predicted. So the model learns where
+            a completion ends. False: rows end with their completion. Then their length tells the model where the end
+            is, and whoever samples has to tell it as well.
 
     Returns:
         Columns `input_ids` and `prompt_mask` (1: bos and prompt, 0: completion and eos).
@@ -31,7 +36,7 @@ def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bl
         ValueError: no eos token; no pair that fits.
     """
     row_ends(tokenizer)
-    options = {"pairs": pairs, "tokenizer": tokenizer, "block_size": block_size}
+    options = {"pairs": pairs, "tokenizer": tokenizer, "block_size": block_size, "fill_eos": fill_eos}
     ids = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": ids, "prompt_mask": ids})
     try:
@@ -46,7 +51,7 @@ def pack_prompts(pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, bl
 
 
 def _rows(
-    pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int
+    pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, fill_eos: bool
 ) -> Iterator[dict[str, list[int]]]:
     bos, eos = row_ends(tokenizer)
     dropped = cut = 0
@@ -61,7 +66,8 @@ def _rows(
                 dropped += 1
                 continue
             cut += max(len(completion) - room, 0)
-            completion = [*completion[:room], eos]
+            completion = completion[:room]
+            completion += [eos] * (1 + (room - len(completion) if fill_eos else 0))
             yield {
                 "input_ids": [bos, *prompt, *completion],
                 "prompt_mask": [1] * (1 + len(prompt)) + [0] * len(completion),
