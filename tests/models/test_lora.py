@@ -123,6 +123,56 @@ def test_shared_base_is_refused_where_it_would_be_wrong(message, dropout, option
         make_trainer(tmp_path, model=tiny_model("mdlm", dropout=dropout), arguments=arguments, **fields)
 
 
+@pytest.mark.parametrize("wrapped_before", [False, True])
+def test_a_shared_base_whose_biases_are_trained_is_refused(wrapped_before, tmp_path):
+    model, config = tiny_model("mdlm"), lora_config("attention", bias="all")
+    if wrapped_before:
+        model, config = peft.get_peft_model(model, config), None
+    with pytest.raises(ValueError, match=r"would not stay frozen: .*blocks\.0\.mlp\.0\.bias"):
+        make_trainer(tmp_path, model=model, arguments={"peft_config": config, "encoder": "base"})
+
+
+@pytest.mark.parametrize("name", ["norm1.weight", "vocab_embed.embedding", "sigma_map.mlp.0.weight"])
+def test_a_shared_base_of_which_any_other_weight_is_trained_is_refused(name, tmp_path):
+    """By what reaches the features, and not by a list of names."""
+    model = peft.get_peft_model(tiny_model("mdlm"), lora_config("attention"))
+    for full_name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or full_name.endswith(name))
+    with pytest.raises(ValueError, match="would not stay frozen"):
+        make_trainer(tmp_path, model=model, arguments={"encoder": "base"})
+
+
+def test_a_shared_base_whose_weights_the_adapters_changed_is_refused(tmp_path):
+    """PiSSA moves the largest part of every weight into the adapter."""
+    arguments = {"peft_config": lora_config("attention", init_lora_weights="pissa"), "encoder": "base"}
+    with pytest.raises(ValueError, match=r"Features differ by 0\.\d+ of their norm, .* leave encoder out"):
+        make_trainer(tmp_path, arguments=arguments)
+
+
+def test_weights_above_the_features_may_be_trained_beside_a_shared_base(tmp_path):
+    """Biases of the last block do not reach the features of the first."""
+    model = peft.get_peft_model(tiny_model("mdlm"), lora_config("attention"))
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or "blocks.1.mlp" in name)
+    make_trainer(tmp_path, model=model, arguments={"encoder": "base"}, feature_layers=[1]).train()
+
+
+def test_a_trained_copy_of_the_embedding_table_does_not_reach_the_shared_base(tmp_path):
+    """modules_to_save trains a copy of the table; the encoder keeps reading the base's own."""
+    weights = []
+    for encoder in ("base", None):
+        arguments = {"peft_config": lora_config("attention", modules_to_save=["vocab_embed"]), "encoder": encoder}
+        fields = {"optim": "adamw_torch", "learning_rate": 1e-2}
+        trainer = make_trainer(tmp_path / "run", model=tiny_model("mdlm"), arguments=arguments, **fields)
+        before = trainer.encoder.embedding.clone()
+        trainer.train()
+        assert torch.equal(trainer.encoder.embedding, before)
+        weights.append(weights_of(trainer.model))
+    moved = [name for name in weights[0] if "modules_to_save" in name]
+    assert moved and not torch.equal(weights[0][moved[0]], before)
+    assert_same(*weights, rtol=0, atol=0)
+
+
 def test_dropout_acts_on_the_student_and_not_on_the_encoder(tmp_path):
     lora = {"peft_config": lora_config(lora_dropout=0.2)}
     trainer = make_trainer(tmp_path, model=tiny_model("mdlm", dropout=0.2), arguments=lora)

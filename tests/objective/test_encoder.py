@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
 from toys import assert_same, weights_of
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tokendrift_hf import FrozenEncoder
+from tokendrift_hf.models.adapter import as_diffusion
 
 B, L, D = 3, 7, TINY["hidden_size"]
 
@@ -102,16 +103,129 @@ def test_an_encoder_is_told_a_time_and_no_sigma(timestep):
         FrozenEncoder(tiny_model("duo"), timestep=timestep)
 
 
-def test_bad_layers_and_vocabularies_are_refused():
-    model = tiny_model("mdlm")
-    for layers in ([3], [-4], []):
-        with pytest.raises(
-            ValueError, match=r"hidden states 0 \(the embeddings\) to 2 \(its last block\), or -3 to -1"
-        ):
-            FrozenEncoder.copy_of(model, layers=layers)
-    encoder = FrozenEncoder.copy_of(model)
+@pytest.mark.parametrize("layers", [[3], [-4], [], [0.5], ["1"], 1, None, [True]])
+def test_bad_layers_are_refused(layers):
+    with pytest.raises(ValueError, match=r"hidden states 0 \(the embeddings\) to 2 \(its last block\), or -3 to -1"):
+        FrozenEncoder.copy_of(tiny_model("mdlm"), layers=layers)
+
+
+@pytest.mark.parametrize("timestep", [1.5, -0.1, float("nan"), "0"])
+def test_bad_times_are_refused(timestep):
+    with pytest.raises(ValueError, match="A diffusion time is from 0"):
+        FrozenEncoder.copy_of(tiny_model("mdlm"), timestep=timestep)
+
+
+def test_bad_vocabularies_are_refused():
+    encoder = FrozenEncoder.copy_of(tiny_model("mdlm"))
     for fits in (23, 24):
         encoder.check_vocabulary(fits)
     for other in (22, 25):
         with pytest.raises(ValueError, match=f"embeds 23 ids and the model predicts {other}"):
             encoder.check_vocabulary(other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"inputs_embeds": [[0.0]]}, TypeError, "inputs_embeds must be a tensor, but it is list"),
+        ({"inputs_embeds": torch.zeros(3, 7).long()}, TypeError, "floating numbers .* but they are torch.int64"),
+        ({"inputs_embeds": torch.zeros(3, 7)}, ValueError, r"must be \[B, L, d\], got \[3, 7\]"),
+        ({"attention_mask": [[1] * L] * B}, TypeError, "attention_mask must be a tensor, but it is list"),
+        ({"attention_mask": torch.ones(B, L + 1)}, ValueError, r"must be \[3, 7\] like the embeddings, got \[3, 8\]"),
+        ({"positions": torch.zeros(B, 2)}, TypeError, "positions must be integers, but they are torch.float32"),
+        ({"positions": torch.zeros(B - 1, 2).long()}, ValueError, r"positions must be \[3, S\], got \[2, 2\]"),
+        ({"positions": torch.zeros(B).long()}, ValueError, r"positions must be \[3, S\], got \[3\]"),
+    ],
+)
+def test_bad_inputs_are_named(arguments, error, message):
+    embeds, mask = inputs()
+    with pytest.raises(error, match=message):
+        FrozenEncoder.copy_of(tiny_model("mdlm"))(**{"inputs_embeds": embeds, "attention_mask": mask} | arguments)
+
+
+# ---- blocks that are not needed -----------------------------------------------------------------------
+
+
+def foreign(kind):
+    """A model of transformers of four blocks, and its list of blocks."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=22, n_positions=8, n_embd=D, n_layer=4, n_head=2))
+        return model.eval(), model.transformer.h
+    sizes = dict(vocab_size=22, hidden_size=D, num_hidden_layers=4, num_attention_heads=2, intermediate_size=8)
+    config = BertConfig(max_position_embeddings=8, **sizes)
+    model = BertForMaskedLM(config) if kind == "adapted" else BertModel(config)
+    model = as_diffusion(model.eval(), mask_token_id=21) if kind == "adapted" else model.eval()
+    return model, getattr(model, "bert", model).encoder.layer
+
+
+def whole_states(model, embeds, mask):
+    """All hidden states, from a pass that goes to the end."""
+    if hasattr(model, "process"):
+        return model.hidden_states(embeds, torch.zeros(B), mask)[0]
+    return model(inputs_embeds=embeds, attention_mask=mask, output_hidden_states=True).hidden_states
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo", "gpt2", "bert", "adapted"])
+@pytest.mark.parametrize("layers", [[0], [1], [2, 1], [-2], [4], [-1, 0]])
+def test_features_and_gradients_are_those_of_the_whole_model_bit_for_bit(kind, layers):
+    ours = kind in ("mdlm", "duo")
+    model = tiny_model(kind, num_hidden_layers=4) if ours else foreign(kind)[0]
+    embeds, mask = inputs(requires_grad=True)
+    states = whole_states(model, embeds, mask)
+    expected = torch.cat([states[layer] for layer in layers], dim=-1)
+    found = FrozenEncoder.copy_of(model, layers=layers).token_features(embeds, mask)
+    assert torch.equal(found, expected)
+    cotangent = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad(features, embeds, cotangent)[0] for features in (found, expected)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo", "gpt2", "bert", "adapted"])
+@pytest.mark.parametrize(("layers", "needed"), [([0], 0), ([1], 1), ([2, 1], 2), ([-2], 3), ([-1], 4)])
+def test_blocks_above_the_deepest_layer_are_never_run(kind, layers, needed):
+    ours = kind in ("mdlm", "duo")
+    model = tiny_model(kind, num_hidden_layers=4) if ours else foreign(kind)[0]
+    encoder = FrozenEncoder(model, layers=layers)
+    blocks = next(x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == 4)
+    calls = [0] * 4
+
+    def count(index):
+        def hook(*_):
+            calls[index] += 1
+
+        return hook
+
+    for index, block in enumerate(blocks):
+        block.register_forward_hook(count(index))
+    embeds, mask = inputs(requires_grad=True)
+    encoder(embeds, mask).sum().backward()
+    assert calls == [1] * needed + [0] * (4 - needed)
+
+
+def test_a_model_whose_hidden_states_are_something_else_runs_to_its_end():
+    """Hidden states that are not what the blocks are given: the trial sees it, and nothing is cut short."""
+
+    class Scaled(BertModel):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.hidden_states = tuple(2 * x for x in output.hidden_states)
+            return output
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=22, hidden_size=D, num_hidden_layers=4, num_attention_heads=2, intermediate_size=8)
+    model = Scaled(BertConfig(max_position_embeddings=8, **sizes)).eval()
+    embeds, mask = inputs()
+    assert torch.equal(
+        FrozenEncoder(model, layers=[1]).token_features(embeds, mask), whole_states(model, embeds, mask)[1]
+    )
+
+
+def test_custom_code_of_an_older_checkpoint_that_knows_no_number_of_blocks(monkeypatch):
+    model, (embeds, mask) = tiny_model("mdlm", num_hidden_layers=4), inputs()
+    expected = FrozenEncoder(model, layers=[1]).token_features(embeds, mask)
+    whole = type(model).hidden_states
+    monkeypatch.setattr(type(model), "hidden_states", lambda self, x, t=None, mask=None: whole(self, x, t, mask))
+    encoder = FrozenEncoder(model, layers=[1])
+    model.backbone.blocks[1].register_forward_hook(lambda *_: pytest.fail("block 2 was run"))
+    assert torch.equal(encoder.token_features(embeds, mask), expected)

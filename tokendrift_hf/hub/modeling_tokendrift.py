@@ -188,10 +188,11 @@ class DiTBackbone(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.num_hidden_layers))
         self.output_layer = OutputLayer(config)
 
-    def forward(self, inputs_embeds, sigma, attention_mask=None, positions=None):
+    def forward(self, inputs_embeds, sigma, attention_mask=None, positions=None, num_blocks=None):
         """Embeddings [B, L, D] and sigma [B] -> (L+1 hidden states: the input and each block's output, c [B, C]).
 
-        With `positions` [B, n] only the last block's output at these positions is kept, [B, n, D].
+        With `positions` [B, n] only the last block's output at these positions is kept, [B, n, D]. With `num_blocks`
+        the blocks after so many are not run.
         """
         c = F.silu(self.sigma_map(sigma))
         cos, sin = self.rotary_emb(inputs_embeds)
@@ -208,7 +209,7 @@ class DiTBackbone(nn.Module):
                 x = self.blocks[-1](x, c, cos, sin, attention_mask).take_along_dim(positions[..., None], dim=1)
             return (x,), c
         hidden_states = (inputs_embeds,)
-        for block in self.blocks:
+        for block in list(self.blocks)[:num_blocks]:
             hidden_states += (block(hidden_states[-1], c, cos, sin, attention_mask),)
         return hidden_states, c
 
@@ -381,15 +382,16 @@ class DiffusionPreTrainedModel(PreTrainedModel):
     def _wants_hidden(self, output_hidden_states: bool | None) -> bool:
         return self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
-    def hidden_states(self, inputs_embeds, timesteps=None, attention_mask=None, positions=None):
+    def hidden_states(self, inputs_embeds, timesteps=None, attention_mask=None, positions=None, num_blocks=None):
         """The L+1 hidden states [B, L, D] and the time conditioning c [B, C], without the vocabulary head.
 
-        With `positions` [B, n] only the last one, at these positions.
+        With `positions` [B, n] only the last one, at these positions. With `num_blocks` only the first num_blocks + 1:
+        the blocks after these are not run.
         """
         sigma = torch.zeros(inputs_embeds.shape[0], device=inputs_embeds.device)
         if timesteps is not None and self.config.time_conditioning:
             sigma = self.process.schedule.sigma(timesteps.to(inputs_embeds.device).float())
-        return self.backbone(inputs_embeds, sigma, attention_mask, positions)
+        return self.backbone(inputs_embeds, sigma, attention_mask, positions, num_blocks)
 
     def logits(self, hidden: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """The head on hidden states [B, L, D] (or on any chosen rows [N, 1, D] with c [N, C]) -> [.., .., V]."""

@@ -221,23 +221,28 @@ class AdaptedModel:
         """The blocks, whose outputs are the features of an encoder."""
         return self.get_submodule(self.block_list)
 
-    def hidden_states(self, inputs_embeds, timesteps=None, attention_mask=None, positions=None):
+    def hidden_states(self, inputs_embeds, timesteps=None, attention_mask=None, positions=None, num_blocks=None):
         """The input of the first block and the outputs of all, [B, L, D], and an empty time conditioning [B, 0].
 
         The family's own forward runs until its vocabulary head begins. With `positions` [B, n] only the last hidden
-        state at these positions is kept. `timesteps` are ignored: these models know no time.
+        state at these positions is kept. With `num_blocks` it runs until so many blocks are done. `timesteps` are
+        ignored: these models know no time.
         """
         states: list[Tensor] = []
 
         def note(module, args, kwargs):
             states.append(_first(args or tuple(kwargs.values())))
 
-        handles = [self.get_submodule(self.head_names[0]).register_forward_pre_hook(_stop, with_kwargs=True)]
+        blocks, end = list(self.blocks), self.get_submodule(self.head_names[0])
+        whole = num_blocks is None or num_blocks == len(blocks)
+        if not whole:
+            blocks, end = blocks[:num_blocks], blocks[num_blocks]
+        handles = [end.register_forward_pre_hook(_stop, with_kwargs=True)]
         if positions is None:
-            handles += [block.register_forward_pre_hook(note, with_kwargs=True) for block in self.blocks]
+            handles += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
         with _hooks(handles):
             hidden = self._run(inputs_embeds, attention_mask)
-        if self.adaptation.shift:
+        if self.adaptation.shift and whole:
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         if positions is not None:
             hidden = hidden.take_along_dim(positions[..., None], dim=1)

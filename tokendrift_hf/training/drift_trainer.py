@@ -75,12 +75,13 @@ class DriftTrainer(ResumableTrainer):
         self.process = base.process
         # Before adapters are added: by default the encoder is a copy of the model as it is now, without them.
         self.encoder = _frozen_copy(model, args) if encoder is None else None
+        base_features = _base_features(encoder, model, args)
         if peft_config is not None:
             set_seed(args.seed)  # adapters start at random, and before the Trainer sets it
             model = add_adapters(model, peft_config)
         # After: "base" is the model with its adapters off, and an encoder must not be the model that is trained.
         if encoder is not None:
-            self.encoder = _frozen_encoder(encoder, model, args)
+            self.encoder = _frozen_encoder(encoder, model, args, base_features)
         if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
             args.feature_layers = list(self.encoder.layers)  # the card and a resumed run name what was used
@@ -311,13 +312,21 @@ def _frozen_copy(model, args: DriftConfig) -> FrozenEncoder | None:
     return FrozenEncoder.copy_of(model, **_encoder_settings(args))
 
 
-def _frozen_encoder(encoder, model, args: DriftConfig) -> FrozenEncoder | None:
+def _base_features(encoder, model, args: DriftConfig) -> Tensor | None:
+    """What the encoder "base" has to give once the model has adapters, if it has none yet."""
+    if not _needs_encoder(args) or not isinstance(encoder, str) or encoder != "base" or hasattr(model, "peft_config"):
+        return None
+    return FrozenEncoder.probe(model, **_encoder_settings(args))
+
+
+def _frozen_encoder(encoder, model, args: DriftConfig, base_features: Tensor | None) -> FrozenEncoder | None:
     """What the user gave as the encoder of `model`: "base", a path, a model or an encoder."""
     if not _needs_encoder(args):
         return None
     if isinstance(encoder, (str, os.PathLike)) and encoder != "base":
         encoder = load_encoder(encoder)
-    return FrozenEncoder.of(encoder, model, checkpointing=args.gradient_checkpointing, **_encoder_settings(args))
+    settings = {"checkpointing": args.gradient_checkpointing, "base_features": base_features}
+    return FrozenEncoder.of(encoder, model, **settings, **_encoder_settings(args))
 
 
 def _encoder_settings(args: DriftConfig) -> dict:
