@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 
 import pytest
 from conftest import run_python
 
+from tokendrift_hf import lock
 from tokendrift_hf.cli import main
 from tokendrift_hf.training.drift_trainer import DriftTrainer
 
@@ -30,7 +34,7 @@ disable_tqdm: true
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def recipe(text_files) -> str:
     path = text_files / "run.yaml"
     path.write_text(RECIPE)
@@ -74,6 +78,90 @@ def test_a_run_that_was_cut_off_is_resumed_bit_for_bit(flags, recipe, tmp_path, 
         for run in ("whole", "cut")
     ]
     assert losses[0] == losses[1] and len(set(losses[0])) == 6
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """The folder of a run that nothing cut off."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", recipe, "--output_dir", str(folder)]) == 0
+    return folder
+
+
+def assert_same_model(one, other):
+    assert (one / "refined/model.safetensors").read_bytes() == (other / "refined/model.safetensors").read_bytes()
+
+
+def test_a_signal_has_a_status_of_its_own_and_never_counts_as_finished(recipe, whole, tmp_path, monkeypatch, capsys):
+    """SIGTERM in step 3, saved after it. Resumed twice: once on, once with nothing to do."""
+    call = ["train", recipe, "--output_dir", str(tmp_path / "cut"), "--resume"]  # also on an empty folder
+    plain, calls = DriftTrainer.compute_loss, []
+
+    def signalled(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DriftTrainer, "compute_loss", signalled)
+    assert main(call) == 75
+    assert "Stopped by SIGTERM after step 3 of 6" in capsys.readouterr().err
+    assert (tmp_path / "cut/refined/checkpoint-3").is_dir()
+    assert not (tmp_path / "cut/refined/training.json").exists()
+    assert not (tmp_path / "cut/results.json").exists()
+    assert main(call) == 0
+    assert len(calls) == 12
+    assert_same_model(tmp_path / "cut", whole)
+    assert main(call) == 0
+    assert len(calls) == 12
+
+
+def test_a_signal_outside_training_stops_as_well(recipe, tmp_path, monkeypatch):
+    def signalled(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(DriftTrainer, "save_model", signalled)
+    assert main(["train", recipe, "--output_dir", str(tmp_path), "--max_steps", "1", "--save_strategy", "no"]) == 75
+    assert not (tmp_path / "refined/training.json").exists()
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(recipe, whole, tmp_path):
+    shutil.copytree(whole / "refined/checkpoint-2", tmp_path / "refined/checkpoint-2")
+    shutil.copy(whole / "refined/settings.json", tmp_path / "refined")
+    for name in ("drift_state.json", "trainer_state.json", "optimizer.pt"):
+        (tmp_path / "refined/checkpoint-2" / name).unlink()
+    assert main(["train", recipe, "--output_dir", str(tmp_path), "--resume"]) == 0
+    assert_same_model(tmp_path, whole)
+    assert (tmp_path / "refined/_incomplete-checkpoint-2").is_dir()
+
+
+def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(recipe, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "cut")
+    for name in ("training.json", "model.safetensors"):
+        (tmp_path / "cut/refined" / name).unlink()
+    (tmp_path / "cut/results.json").unlink()
+    monkeypatch.setattr(DriftTrainer, "compute_loss", None)  # never called
+    assert main(["train", recipe, "--output_dir", str(tmp_path / "cut"), "--resume"]) == 0
+    assert_same_model(tmp_path / "cut", whole)
+
+
+def test_a_folder_of_something_else_is_not_resumed_into(recipe, tmp_path, capsys):
+    """Neither another program's, though it also has a settings.json, nor one in which another run is at work."""
+    (tmp_path / ".vscode").mkdir()
+    (tmp_path / ".vscode/settings.json").write_text("{}")
+    (tmp_path / "results.json").write_text('{"mine": 1}')
+    assert main(["train", recipe, "--output_dir", str(tmp_path), "--resume"]) == 2
+    assert "holds something else than a run of tokendrift train" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_text() == '{"mine": 1}'
+    assert not (tmp_path / "refined").exists()
+
+
+def test_two_runs_do_not_write_into_one_folder(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "WAIT", 0.05)
+    with lock.locked(tmp_path):
+        assert main(["train", recipe, "--output_dir", str(tmp_path)]) == 2
+    assert "Another process is writing into" in capsys.readouterr().err
+    assert not (tmp_path / "refined").exists()
 
 
 def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path, capsys):

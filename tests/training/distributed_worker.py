@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toys import CHECKPOINTING, logged, make_trainer, queues_of, toy_rows, uneven_rows, weights_of
+from transformers import TrainerCallback
 
 from tokendrift_hf.training.gather import gather_rows, own_rows, row_counts, sum_over_processes
+from tokendrift_hf.training.stopping import TrainingStopped
 
 FOLDER = Path(sys.argv[-1])
 RANK = int(os.environ.get("RANK", "0"))
@@ -77,6 +79,46 @@ def sharded_gradients() -> dict[str, float]:
     return errors
 
 
+RESUMED = {"gathered": {}, "own queues": {"gather_features": False, "queue_size": 5}}
+
+
+class Stop(TrainerCallback):
+    """The second process alone gets a signal, in the third step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if RANK == 1 and state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def resumed_differs(name: str, **fields) -> list[str]:
+    """A run in one go, and one that a signal stopped and that was resumed: what of their state and log differs."""
+    fields = SHARED | dict(max_steps=5, gradient_accumulation_steps=2, optim="adamw_torch", ddp_backend="gloo") | fields
+    fields |= dict(learning_rate=1e-3, ema_decay=0.9, save_strategy="no")
+    states = []
+    for case in ("whole", "stopped", "resumed"):
+        callbacks = [Stop()] if case == "stopped" else []
+        trainer = make_trainer(
+            FOLDER / f"{name} {'whole' if case == 'whole' else 'cut'}",
+            rows=toy_rows(16),
+            model=tiny_model("mdlm", dropout=0.1),
+            arguments={"callbacks": callbacks},
+            **fields,
+        )
+        try:
+            trainer.train(resume_from_checkpoint=case == "resumed")
+        except TrainingStopped:
+            assert case == "stopped" and trainer.state.global_step == 3
+            continue
+        assert case != "stopped"
+        averages = {f"average {name}": value for name, value in trainer.ema.shadow.items()}
+        losses = {"loss": torch.tensor(logged(trainer)), "distance": torch.tensor(logged(trainer, "feature_distance"))}
+        moments = trainer.optimizer.state_dict()["state"]
+        moments = {f"{i} {name}": value for i, state in moments.items() for name, value in state.items()}
+        states.append(weights_of(trainer.model) | averages | queues_of(trainer) | losses | moments)
+    whole, resumed = states
+    return [name for name in whole if not torch.equal(whole[name], resumed[name])]
+
+
 def evaluated() -> list[dict]:
     """The loss of 1 to 9 rows under every way to share them out. A process that waits for the other for ever ends."""
     found = []
@@ -106,21 +148,7 @@ def main():
         queues = queues_of(trainer)
         save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
 
-    fields = dict(
-        SHARED, max_steps=5, gradient_accumulation_steps=2, save_strategy="steps", save_steps=3, optim="adamw_torch"
-    )
-    fields |= dict(learning_rate=1e-3, ema_decay=0.9, ddp_backend="gloo")
-    rows, weights = toy_rows(16), []
-    for resume in (False, True):
-        trainer = make_trainer(FOLDER / "resume", rows=rows, model=tiny_model("mdlm", dropout=0.1), **fields)
-        trainer.train(resume_from_checkpoint=str(FOLDER / "resume/checkpoint-3") if resume else None)
-        queues = queues_of(trainer)
-        averages = {f"average {name}": value for name, value in trainer.ema.shadow.items()}
-        losses = {"loss": torch.tensor(logged(trainer)), "distance": torch.tensor(logged(trainer, "feature_distance"))}
-        moments = trainer.optimizer.state_dict()["state"]
-        moments = {f"{i} {name}": value for i, state in moments.items() for name, value in state.items()}
-        weights.append(weights_of(trainer.model) | averages | queues | losses | moments)
-    report["resumed_differs"] = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+    report["resumed_differs"] = {name: resumed_differs(name, **fields) for name, fields in RESUMED.items()}
 
     x = torch.arange(5.0)[:3] if RANK == 0 else torch.arange(5.0)[3:]
     x = torch.stack([x, -x], dim=1).requires_grad_()

@@ -99,10 +99,17 @@ def test_two_processes_evaluate_like_one(two, tmp_path):
             assert case["loss"] == pytest.approx(expected[case["rows"]], rel=1e-6), case
 
 
-def test_resuming_two_processes_is_exact(two):
-    """Weights, averages, queues in their order, optimizer and logged values, with accumulation, on both processes."""
+@pytest.mark.parametrize("name", distributed_worker.RESUMED)
+def test_resuming_two_processes_is_exact(two, name):
+    """Stopped by a signal to one of them. Weights, averages, queues in their order, optimizer, logged values on both.
+
+    With `gather_features=False` each has queues of its own.
+    """
     for rank in (0, 1):
-        assert report(two, rank)["resumed_differs"] == []
+        assert report(two, rank)["resumed_differs"][name] == []
+    stored = {path.name for path in (two / f"{name} cut/checkpoint-3").glob("drift_queues*")}
+    own = {"drift_queues_0.safetensors", "drift_queues_1.safetensors"}
+    assert stored == (own if name == "own queues" else {"drift_queues.safetensors"})
 
 
 def test_rows_of_all_processes_are_gathered_in_order(two):

@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     from ..evaluation.comparison import check_matches, evaluate_models
     from ..evaluation.grid import Harness
     from ..evaluation.report import write_report
+    from ..lock import locked_by_first
     from ..models.loading import load_judge, load_model, load_tokenizer
 
     named = {}
@@ -76,16 +77,21 @@ def run(options: argparse.Namespace) -> int:
             blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)
         text = blocks[: sampling.num_samples]["input_ids"]
     judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
-    harness = Harness(models, tokenizer, judge, options.output_dir / "cells", sampling)
-    comparison = evaluate_models(harness, text, options.n_mc, options.match_entropy)
-    if state.is_main_process:
-        print(write_report(comparison, options.output_dir))
-        write_json(options.output_dir / "results.json", results | asdict(comparison))
+    with locked_by_first(options.output_dir):
+        _refuse_other_content(options.output_dir, results)  # which may have come while the models were loaded
+        harness = Harness(models, tokenizer, judge, options.output_dir / "cells", sampling)
+        comparison = evaluate_models(harness, text, options.n_mc, options.match_entropy)
+        if state.is_main_process:
+            print(write_report(comparison, options.output_dir))
+            write_json(options.output_dir / "results.json", results | asdict(comparison))
+        state.wait_for_everyone()
     return 0
 
 
 def _refuse_other_content(folder: Path, asked: dict) -> None:
     """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
+    from ..lock import LOCK
+
     path = folder / "results.json"
     if path.is_file():
         before = read_json(path)
@@ -94,5 +100,5 @@ def _refuse_other_content(folder: Path, asked: dict) -> None:
                 f"{path} holds the results of {'other models' if 'models' in before else 'a training'}, and nothing is "
                 "overwritten. Name another --output-dir."
             )
-    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "cells").is_dir():
+    elif folder.is_dir() and {path.name for path in folder.iterdir()} - {LOCK} and not (folder / "cells").is_dir():
         raise ValueError(f"{folder} holds something else than an evaluation. Name another --output-dir.")

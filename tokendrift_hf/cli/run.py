@@ -21,6 +21,7 @@ from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
 from ..evaluation.report import write_report
 from ..files import read_json, write_json
+from ..lock import LOCK, locked_by_first
 from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
@@ -52,19 +53,20 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     """
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
-    results = {"recipe": asdict(recipe), "arguments": run.arguments, "training": {}}
-    for training in run.trainings:
-        results["training"][training.label] = run.train_or_resume(training, resume=resume)
-    results["seconds_training"] = time.perf_counter() - start
-    comparison = None if run.judge is None else run.evaluate()
-    results |= {} if comparison is None else asdict(comparison)
-    if PartialState().is_main_process:
-        run.write_card(results["training"][run.main.label]["card"], comparison)
-        results["seconds"] = time.perf_counter() - start
-        write_json(run.folder / "results.json", results)
-        print(f"Done in {results['seconds']:.0f} s. Refined model: {run.main.folder}; everything else beside it.")
-        if run.main.config.push_to_hub:
-            print(f"Pushed to {publish(run.main.folder, run.main.config)}")
+    with locked_by_first(run.folder):  # nothing has been written so far
+        results = {"recipe": asdict(recipe), "arguments": run.arguments, "training": {}}
+        for training in run.trainings:
+            results["training"][training.label] = run.train_or_resume(training, resume=resume)
+        results["seconds_training"] = time.perf_counter() - start
+        comparison = None if run.judge is None else run.evaluate()
+        results |= {} if comparison is None else asdict(comparison)
+        if PartialState().is_main_process:
+            run.write_card(results["training"][run.main.label]["card"], comparison)
+            results["seconds"] = time.perf_counter() - start
+            write_json(run.folder / "results.json", results)
+            print(f"Done in {results['seconds']:.0f} s. Refined model: {run.main.folder}; everything else beside it.")
+            if run.main.config.push_to_hub:
+                print(f"Pushed to {publish(run.main.folder, run.main.config)}")
     return results
 
 
@@ -197,7 +199,7 @@ class Run:
             self.write_settings(training)
         reset_peak_memory(training.config.device)
         before = self._loss_before(training, trainer) if "validation" in self.splits else None
-        trainer.train(resume_from_checkpoint=resume and any(training.folder.glob("checkpoint-*")))
+        trainer.train(resume_from_checkpoint=trainer.newest_checkpoint() if resume else None)
         history = {"eval_loss_before": before, "log_history": trainer.state.log_history}
         if "validation" in self.splits:
             history["eval_loss"] = trainer.evaluate()["eval_loss"]
@@ -277,11 +279,26 @@ class Run:
 def _refuse_other_content(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file. Name a directory.")
-    if any(path.is_file() for path in folder.rglob("*")) and not resume:
+    if not any(path.is_file() and path.name != LOCK for path in folder.rglob("*")):
+        return
+    if not resume:
         raise ValueError(
             f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
             "add --resume to go on with the run in it."
         )
+    if not any(_is_settings(path) for path in folder.glob(f"*/{SETTINGS}")):
+        raise ValueError(
+            f"output_dir={folder} holds something else than a run of tokendrift train: there is nothing to resume, "
+            "and nothing is overwritten. Name another --output_dir."
+        )
+
+
+def _is_settings(path: Path) -> bool:
+    """Whether a file is what `Run.write_settings` wrote, and no other program's settings.json."""
+    try:
+        return "objective" in read_json(path)
+    except ValueError:
+        return False
 
 
 def _with_bf16(recipe: Recipe, arguments: dict, folder: Path) -> tuple[Recipe, dict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from pathlib import Path
 
 from .fields import documented_fields, spellings
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..training.stopping import TrainingStopped, ended_by_signals
     from .recipe import read_recipe
     from .rehearsal import rehearse
     from .run import Run, refine
@@ -69,8 +71,13 @@ def run(options: argparse.Namespace) -> int:
     recipe, arguments = read_recipe(options.recipe, field_flags(options.rest) | pushed)
     if options.dry_run:
         rehearse(Run.open(recipe, arguments, resume=options.resume))
-    else:
-        refine(recipe, arguments, resume=options.resume)
+        return 0
+    try:
+        with ended_by_signals():
+            refine(recipe, arguments, resume=options.resume)
+    except TrainingStopped as stop:
+        print(f"tokendrift train: {stop} The same command with --resume goes on.", file=sys.stderr)
+        return stop.code
     return 0
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..files import read_json, write_json
+from ..models.digest import weights_digest
 from .likelihood import nelbo_perplexity
 from .sampling import Sampling
 
@@ -82,15 +83,6 @@ def _defaults(model: PreTrainedModel) -> dict:
     return defaults | {"attn_implementation": model.config._attn_implementation}
 
 
-def state_digest(model: torch.nn.Module) -> str:
-    """First digits of a SHA-256 over names and bytes of all weights: equal for equal models, whatever their path."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:12]
-
-
 class Harness:
     """Samples and scores cells.
 
@@ -119,11 +111,11 @@ class Harness:
         }
         if len(set(sizes.values())) > 1:
             raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
-        self.weights = {label: _digest([state_digest(m), _defaults(m)]) for label, m in models.items()}
+        self.weights = {label: _digest([weights_digest(m.state_dict()), _defaults(m)]) for label, m in models.items()}
         scorer = self.metric.judge
         how = [judge.get(name) for name in ("mode", "max_length", "mauve_references", "mauve_settings")]
         readers = [reader.get_vocab() for reader in (tokenizer, scorer.tokenizer)]
-        self.scoring = _digest([state_digest(scorer.model), scorer.dtype, how, readers])
+        self.scoring = _digest([weights_digest(scorer.model.state_dict()), scorer.dtype, how, readers])
 
     def cell(self, model: str, num_steps: int, temperature: float, seed: int, sampling: Sampling | None = None) -> Cell:
         """One cell of a grid, by default of the harness's."""

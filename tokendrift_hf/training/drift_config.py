@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from transformers import TrainingArguments
 
@@ -263,6 +266,17 @@ def own_fields() -> list[str]:
 def hyperparameters(args: DriftConfig) -> dict:
     """Name -> value of everything that decides what a step does to the weights."""
     return {name: getattr(args, name) for name in (*own_fields(), *OPTIMISATION)}
+
+
+def published_args(args: DriftConfig) -> DriftConfig:
+    """A copy that may be shown to others: no token, and of a path of this machine its last part alone."""
+    shown = copy.copy(args)
+    for name, value in vars(args).items():
+        if "token" in name and isinstance(value, str) and not name.startswith("include"):
+            setattr(shown, name, None)
+        elif isinstance(value, str) and os.path.isabs(value):
+            setattr(shown, name, Path(value).name)
+    return shown
 
 
 def recorded_settings(args: DriftConfig, num_processes: int) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers.trainer_utils import has_length
 
 from ..data.collators import CleanCollator
 from ..hub.process_tokendrift import stratified_times
+from ..models.digest import weights_digest
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base
 from ..objective.corruption import CorruptedBatch, corrupt, positions, row_nelbo
@@ -97,9 +99,10 @@ class DriftTrainer(ResumableTrainer):
         self.train_objective = make_objective(args, self.encoder)
         self.monitor = self._make_monitor()
         self.card = self._make_card()
-        self.diagnostics = Diagnostics()
+        self.begin()
+        if self.is_world_process_zero():
+            self.frozen = self._frozen_digests()
         _warn_of_half_precision(self.model)
-        self._micro_step = (-1, 0)  # (optimizer step, index of its last micro-batch)
         self._row_sums = RowSums()
 
     def _make_monitor(self) -> SampleMonitor | None:
@@ -116,6 +119,17 @@ class DriftTrainer(ResumableTrainer):
         if self.args.push_to_hub:  # now that the card knows where the adapters' base lies
             hide_local_base(self.model)
         return card
+
+    def _frozen_digests(self) -> dict[str, str]:
+        """Of the weights that the run rests on and no checkpoint holds, taken before they are split or moved."""
+        weights = {"base of the adapters": {n: p for n, p in self.model.named_parameters() if not p.requires_grad}}
+        if self.encoder is not None and self.encoder.frozen is nullcontext:  # otherwise it is that base
+            weights["encoder"] = self.encoder.model.state_dict()
+        return {what: weights_digest(tensors) for what, tensors in weights.items() if tensors}
+
+    def begin(self) -> None:
+        self._micro_step = (-1, 0)  # (optimizer step, index of its last micro-batch)
+        self.diagnostics = Diagnostics()
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels", ROW_NUMBER]
@@ -176,11 +190,7 @@ class DriftTrainer(ResumableTrainer):
             self.diagnostics.note(base_loss=base_loss)
             loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
-            raise ValueError(
-                f"The loss at optimizer step {step + 1} is not finite ({loss.item()} on this process). Training "
-                f"stopped before any weight took it in; checkpoints up to step {step} in {self.args.output_dir} are "
-                "untouched. A lower learning rate, max_grad_norm or float32 instead of float16 usually help."
-            )
+            self.abandon_step("loss", f"{loss.item()} on this process")
         if self.train_objective is not None:
             self.train_objective.accept()
         return (loss, outputs) if return_outputs else loss
@@ -239,8 +249,8 @@ class DriftTrainer(ResumableTrainer):
         """
         inputs = self._prepare_inputs(inputs)
         numbers = inputs.pop(ROW_NUMBER).tolist()
-        config = base_of(self.model).config  # of the model, not of the batch: under FSDP all make as many calls
-        size = max(1, EVALUATED_LOGITS // (config.max_position_embeddings * config.vocab_size))
+        # By the longest row that the model takes, not by this batch: under FSDP all processes make as many calls.
+        size = max(1, EVALUATED_LOGITS // (base_of(self.model).longest * self.process.vocab_size))
         with torch.no_grad(), self.compute_loss_context_manager():
             for start in range(0, len(numbers), size):
                 rows = slice(start, start + size)
@@ -254,12 +264,21 @@ class DriftTrainer(ResumableTrainer):
     def _determine_best_metric(self, metrics, trial):
         floor = self.args.gen_ppl_min_entropy_ratio
         if floor is not None and entropy_ratio(self.state.log_history) < floor:
-            return False
+            return self.stop.stopping  # as above: this does not make it the best
         return super()._determine_best_metric(metrics, trial)
 
     # What is saved
 
     def extra_state(self):
+        return self._queues() if self._share_queues() else {}
+
+    def process_state(self):
+        return {} if self._share_queues() else self._queues()
+
+    def _share_queues(self) -> bool:
+        return self.args.gather_features or self.args.world_size == 1
+
+    def _queues(self) -> dict[str, dict[str, Tensor]]:
         return {} if self.train_objective is None else {"drift_queues": self.train_objective.state_dict()}
 
     def load_extra_state(self, state):

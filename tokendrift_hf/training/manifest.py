@@ -1,59 +1,124 @@
-"""Which checkpoints are complete: a killed run may leave the newest half-written."""
+"""Which checkpoints are complete: a killed run may leave the newest half-written, and disks lose bits."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..files import read_json, write_json
+
 logger = logging.getLogger(__name__)
 
-MANIFEST = "drift_state.json"  # written after every other file of ours, and before trainer_state.json
+MANIFEST = "drift_state.json"  # written last: a checkpoint without it is not complete
+# Left out of it: text to edit, and what transformers' own checkpoints on SIGTERM put there for the time of writing.
+NOT_LISTED = {MANIFEST, "README.md", "checkpoint-is-incomplete.txt"}
+SET_ASIDE, REPLACED = "_incomplete-", "_replaced-"  # before a checkpoint's name; what begins with _ is never pushed
 
 
 def changed_settings(old: dict, new: dict) -> dict:
     """Name -> (old, new) of the settings that differ. A name that only one side has was recorded by another version."""
-    return {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+    return {name: (old[name], new[name]) for name in new if name in old and old[name] != new[name]}
+
+
+# One checkpoint
 
 
 def write_manifest(folder: Path, record: dict) -> None:
-    """Write `record` and the sizes of the files now in `folder`, in one step that cannot be seen half-done."""
-    temporary = folder / f".{MANIFEST}.tmp"
-    # Left over from an earlier save into the same folder, and about to be written anew.
-    for stale in (MANIFEST, temporary.name, TRAINER_STATE):
-        (folder / stale).unlink(missing_ok=True)
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    record = record | {"files": dict(sorted(files.items()))}
-    temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
+    """Write `record`, with size and SHA-256 of the files now in `folder`, in one step that cannot be seen half-done."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {name: files[name] for name in sorted(files.keys() - NOT_LISTED)}
+    manifest = record | {
+        "files": {name: path.stat().st_size for name, path in files.items()},
+        "sha256": dict(zip(files, _digests(list(files.values())), strict=True)),
+    }
+    write_json(folder / MANIFEST, manifest | {"self": _digest_of(manifest)})
 
 
-def read_manifest(folder: Path) -> dict:
+def read_manifest(folder: Path, *, digests: bool = True) -> dict:
     """The manifest of a complete checkpoint.
 
+    Args:
+        folder: of the checkpoint.
+        digests: read every file, as a resume should, or look at sizes alone.
+
     Raises:
-        ValueError: the checkpoint is incomplete or not from `DriftTrainer`; the message says what is wrong.
+        ValueError: the checkpoint is incomplete, damaged or not from `DriftTrainer`; the message says what is wrong.
     """
-    for name in (MANIFEST, TRAINER_STATE):
-        try:
-            record = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{folder} is not a complete DriftTrainer checkpoint: {name} is missing or damaged ({error}). Resume "
-                "from an older checkpoint, or use from_pretrained to start a new run from its weights."
-            ) from error
-        if name == MANIFEST:
-            manifest = record
+    try:
+        manifest = read_json(folder / MANIFEST)
+        _check_form(manifest)
+        read_json(folder / TRAINER_STATE)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} is not a complete DriftTrainer checkpoint: {error} Resume from an older checkpoint, or use "
+            "from_pretrained to start a new run from its weights."
+        ) from error
     for name, size in manifest["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
-            raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {found}.")
+            there = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
+            raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {there}.")
+    # Checkpoints of the first version have sizes only.
+    recorded = manifest.get("sha256", {}) if digests else {}
+    actual = _digests([folder / name for name in recorded])
+    damaged = [name for name, digest in zip(recorded, actual, strict=True) if digest != recorded[name]]
+    if damaged:
+        raise ValueError(f"{folder} is not complete: {', '.join(damaged)} changed after it was written (SHA-256).")
     return manifest
+
+
+def _check_form(manifest: dict) -> None:
+    forms = {"global_step": int, "settings": dict, "files": dict, "sha256": dict, "self": str}
+    first_version = forms.keys() - {"sha256", "self"}
+    if not manifest.keys() >= first_version:
+        raise ValueError(f"{MANIFEST} lacks {', '.join(sorted(first_version - manifest.keys()))}.")
+    for name, form in forms.items():
+        if name in manifest and not isinstance(manifest[name], form):
+            raise ValueError(f"{name} in {MANIFEST} should be of type {form.__name__}.")
+    if not all(isinstance(size, int) for size in manifest["files"].values()):
+        raise ValueError(f"the sizes of files in {MANIFEST} should be whole numbers.")
+    listed = {name: value for name, value in manifest.items() if name != "self"}
+    if "self" in manifest and manifest["self"] != _digest_of(listed):
+        raise ValueError(f"{MANIFEST} changed after it was written (SHA-256).")
+
+
+def _digest_of(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    """The SHA-256 of each file. Threads, since hashing and reading leave Python's lock."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_file_digest, paths))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The checkpoints of a run
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """The folders of a run's checkpoints, complete or not, oldest step first."""
+    folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+    return sorted((path for path in folders if path.name.rpartition("-")[2].isdigit()), key=step_of)
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
@@ -62,12 +127,9 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
     Raises:
         ValueError: there is none.
     """
-    found = [
-        path
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir() and path.name.rpartition("-")[2].isdigit()
-    ]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    _put_back_replaced(Path(output_dir))
+    there = checkpoints(output_dir)
+    for path in reversed(there):
         try:
             read_manifest(path)
         except ValueError as error:
@@ -75,6 +137,68 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
             continue
         return path
     raise ValueError(
-        f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(found)}). To begin anew, "
-        "remove the incomplete ones, or name another output directory."
+        f"There is no complete checkpoint to resume from in {output_dir} (looked at {len(there)}). Begin anew, without "
+        "resume_from_checkpoint, or name another output directory."
     )
+
+
+@contextmanager
+def replacing(checkpoint: Path) -> Iterator[None]:
+    """Inside, a checkpoint is written anew: what lies there already is moved away, and removed once it is replaced."""
+    old = checkpoint.with_name(REPLACED + checkpoint.name)
+    if checkpoint.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        checkpoint.rename(old)
+    yield
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back_replaced(output_dir: Path) -> None:
+    """Undo a replacement that was cut off, unless the new checkpoint was complete by then."""
+    for old in output_dir.glob(f"{REPLACED}{PREFIX_CHECKPOINT_DIR}-*"):
+        new = old.with_name(old.name.removeprefix(REPLACED))
+        if _is_complete(old) and not _is_complete(new):
+            shutil.rmtree(new, ignore_errors=True)
+            old.rename(new)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside_incomplete(output_dir: str | os.PathLike, after: int) -> None:
+    """Rename the incomplete checkpoints beyond a step, which the run that goes on from there will write anew."""
+    for path in checkpoints(output_dir):
+        if step_of(path) > after and not _is_complete(path, digests=True):
+            target = path.with_name(SET_ASIDE + path.name)
+            if target.exists():
+                shutil.rmtree(target)
+            path.rename(target)
+            logger.warning("%s is not complete: it is now %s, and can be removed.", path, target.name)
+
+
+def rotate(
+    output_dir: str | os.PathLike, limit: int | None, keep: Sequence[Path], *, have_manifests: bool = True
+) -> None:
+    """Remove the oldest complete checkpoints until `limit` are left, and incomplete ones that lie before the newest.
+
+    Args:
+        output_dir: of the run.
+        limit: None or 0: remove nothing.
+        keep: these stay and count: the one just written, and the best.
+        have_manifests: False: nothing says which are complete, so all count.
+    """
+    if not limit:
+        return
+    there, kept, newest = checkpoints(output_dir), {path.resolve() for path in keep}, step_of(keep[0])
+    complete = [path for path in there if path.resolve() in kept or not have_manifests or _is_complete(path)]
+    removable = [path for path in complete if path.resolve() not in kept]
+    too_many = removable[: max(0, len(complete) - limit)]
+    for path in too_many + [path for path in there if path not in complete and step_of(path) < newest]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_complete(checkpoint: Path, *, digests: bool = False) -> bool:
+    try:
+        read_manifest(checkpoint, digests=digests)
+    except ValueError:
+        return False
+    return True
