@@ -27,6 +27,7 @@ MORE = {
     "train": SMALL,
     "evaluate": "--num-samples 2 --sampling-batch-size 4 --num-seeds 1 --text-split train",
     "generate": "",
+    "demo": "",
 }
 
 
@@ -38,7 +39,7 @@ def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
         "recipes/": f"{RECIPES}/",
     }
     train = f"--model {text_files / 'base'} --judge {text_files / 'judge'} --dataset {text_files / 'corpus.jsonl'}"
-    given = {"train": train, "evaluate": f"--text {text_files / 'corpus.jsonl'}", "generate": ""}
+    given = {"train": train, "evaluate": f"--text {text_files / 'corpus.jsonl'}", "generate": "", "demo": ""}
     ran = []
     for marker, language, block in BLOCKS:
         if marker:
@@ -59,16 +60,17 @@ def test_every_block_runs_in_the_readers_order(text_files, tmp_path, capsys):
             assert main([task, *words]) == 0, capsys.readouterr().err
             ran.append(task)
     output = capsys.readouterr().out
-    assert set(ran) == {"train", "generate", "evaluate"}
+    assert set(ran) == {"train", "generate", "evaluate", "demo"}
     assert "A push would upload" in output and not (tmp_path / "out/rehearsal").exists()
     assert "TokenDrift (LoRA)" in output
+    assert "bytes  app.py" in output and not (tmp_path / "out/space").exists()
     assert (tmp_path / "out/merged/config.json").is_file() and (tmp_path / "out/comparison/table.md").is_file()
 
 
 def test_blocks_that_are_not_run_name_what_is_there():
     """Recipes, configurations and files in them exist, and their YAML is sound."""
     skipped = [block for marker, _, block in BLOCKS if marker]
-    assert len(skipped) == 5
+    assert len(skipped) == 6
     for path in set(re.findall(r"recipes/[\w/]+\.yaml", GUIDE)):
         assert yaml.safe_load((RECIPES.parent / path).read_text())
 

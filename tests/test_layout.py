@@ -19,6 +19,7 @@ FLOORS = [
     {"models", "data", "objective"},
     {"publishing", "evaluation"},
     {"training"},
+    {"demo"},
     {"cli"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
@@ -82,6 +83,14 @@ def test_the_objective_needs_torch_alone(path):
     """The encoder also needs transformers. Noise is numpy's, which gives the same numbers on every device."""
     beside = {"encoder.py": {"transformers"}, "noise.py": {"numpy"}}
     assert outside(path) <= {"torch"} | beside.get(path.name, set())
+
+
+def test_gradio_is_for_the_page_alone():
+    """Who does not open the page needs no gradio and waits for none of it, so one file imports it."""
+    users = [path.relative_to(PACKAGE).as_posix() for path in FILES if "gradio" in outside(path)]
+    assert users == ["demo/page.py"]
+    importers = {room(path) for path in FILES if "demo" in rooms_imported(path) and room(path) != "demo"}
+    assert importers == {"cli"}
 
 
 def test_no_import_cycle():

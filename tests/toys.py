@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from conftest import TINY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tokendrift_hf import DriftConfig, DriftTrainer
+from tokendrift_hf.evaluation.comparison import Comparison, summarise
 
 LENGTH = 8
 # transformers renamed the field in 5.24.
@@ -79,6 +82,12 @@ def record(model, seed, gen_ppl, entropy, num_steps=4, temperature=1.0, **more):
     """A record of the harness, for the tables."""
     settings = dict(model=model, seed=seed, num_steps=num_steps, temperature=temperature)
     return settings | dict(gen_ppl=gen_ppl, entropy=entropy, degenerate=False, num_forward_calls=num_steps + 1) | more
+
+
+def results(records: list[dict], real_text: dict | None = None) -> dict:
+    """What a results.json holds of these records."""
+    scored = [{"judge_id": "judge", "judge_revision": "sha256:a"} | record for record in records]
+    return asdict(Comparison(summarise(scored), records=scored, real_text=real_text))
 
 
 def word_tokenizer(adds: str = "$A", **special: str) -> PreTrainedTokenizerFast:

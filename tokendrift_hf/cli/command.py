@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import convert, evaluate, generate, train
+from . import convert, demo, evaluate, generate, train
 
 DESCRIPTION = "Refine discrete diffusion language models with TokenDrift."
-TASKS = {"train": train, "generate": generate, "evaluate": evaluate, "convert": convert}
+TASKS = {"train": train, "generate": generate, "evaluate": evaluate, "convert": convert, "demo": demo}
 
 
 def main(argv: list[str] | None = None) -> int:

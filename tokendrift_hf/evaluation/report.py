@@ -142,21 +142,11 @@ def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None
         own = [cells[label, n] for n in steps if (label, n) in cells]
         x, y, error = ([getattr(row, name) or 0 for row in own] for name in ("num_steps", "gen_ppl", "gen_ppl_sd"))
         over_steps.errorbar(x, y, yerr=error, marker="o", capsize=3, label=label)
-    models = list(dict.fromkeys(row.model for row in rows))
-    for i, model in enumerate(models):
-        for n, style in zip(steps, ("-", "--", ":", "-.") * len(steps), strict=False):
-            own = [row for row in (*rows, *curve) if row.model == model and row.num_steps == n]
-            own = sorted({row.entropy: row for row in own}.items())
-            if not own:
-                continue
-            x, y = [h for h, _ in own], [row.gen_ppl for _, row in own]
-            frontier.plot(x, y, style, marker="o", color=f"C{i}", label=f"{model}, NFE {n}")
+    draw_frontier(frontier, rows, real_text, curve)
     if real_text is not None:
         over_steps.axhline(real_text["gen_ppl"], color="black", linestyle=":", label="real text")
-        frontier.plot(real_text["entropy"], real_text["gen_ppl"], "k*", markersize=12, label="real text")
     over_steps.set(xscale="log", xlabel="sampling steps (NFE)", ylabel="Gen.-PPL", xticks=steps, xticklabels=steps)
     over_steps.minorticks_off()
-    frontier.set(xlabel="entropy of a sample (nats)", ylabel="Gen.-PPL")
     for axes in (over_steps, frontier):
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
@@ -164,3 +154,21 @@ def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
     return figure
+
+
+def draw_frontier(
+    axes, rows: Sequence[ResultRow], real_text: Mapping | None = None, curve: Sequence[ResultRow] = ()
+) -> None:
+    """Draw Gen.-PPL over entropy into matplotlib axes. The rows, `real_text` and `curve` are those of `plot`."""
+    steps = sorted({row.num_steps for row in rows})
+    for i, model in enumerate(dict.fromkeys(row.model for row in rows)):
+        for n, style in zip(steps, ("-", "--", ":", "-.") * len(steps), strict=False):
+            own = [row for row in (*rows, *curve) if row.model == model and row.num_steps == n]
+            own = sorted({row.entropy: row for row in own}.items())
+            if not own:
+                continue
+            x, y = [h for h, _ in own], [row.gen_ppl for _, row in own]
+            axes.plot(x, y, style, marker="o", color=f"C{i}", label=f"{model}, NFE {n}")
+    if real_text is not None:
+        axes.plot(real_text["entropy"], real_text["gen_ppl"], "k*", markersize=12, label="real text")
+    axes.set(xlabel="entropy of a sample (nats)", ylabel="Gen.-PPL")
