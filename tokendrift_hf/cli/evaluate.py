@@ -19,6 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Sampling)
     parser.add_argument("--tokenizer", help="if it is not beside the models")
     parser.add_argument(
+        *spellings("max_length"),
+        type=int,
+        help="tokens of a sample of models of other families that do not say it (default: their own limit)",
+    )
+    parser.add_argument(
+        *spellings("trust_remote_code"), action="store_true", help="run the code beside the models (LLaDA, Dream)"
+    )
+    parser.add_argument(
         "--text",
         help="real text (documentation, openwebtext, a file, a hub data set): adds its own line, Gen.-PPL at its "
         "entropy, and the NELBO perplexity of every model",
@@ -67,8 +75,9 @@ def run(options: argparse.Namespace) -> int:
     _refuse_other_content(options.output_dir, results)
     # A process may wait for the others as long as a cell takes, not ten minutes.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
-    models = {label: load_model(path).to(state.device) for label, path in named.items()}
-    tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())))
+    how = {name: getattr(options, name) for name in ("tokenizer", "max_length", "trust_remote_code")}
+    models = {label: load_model(path, **how).to(state.device) for label, path in named.items()}
+    tokenizer = load_tokenizer(options.tokenizer or next(iter(named.values())), options.trust_remote_code)
     text = None
     if options.text is not None:  # read now, like the judge, so that a wrong one is noticed before any sampling
         length = next(iter(models.values())).longest

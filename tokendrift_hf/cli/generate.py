@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default 0)")
     parser.add_argument("--tokenizer", help="if it is not beside the model")
+    parser.add_argument(
+        *spellings("trust_remote_code"), action="store_true", help="run the code beside the model (LLaDA, Dream)"
+    )
     parser.add_argument("--watch", action="store_true", help="show the text taking shape in the terminal")
     parser.add_argument("--output", type=Path, help="write samples and settings to this .jsonl file")
 
@@ -59,9 +62,10 @@ def run(options: argparse.Namespace) -> int:
     num_rows = len(prompts) or options.num_samples
     if options.watch and num_rows != 1:
         raise ValueError(f"--watch shows one text, but {num_rows} are asked for.")
-    model = load_model(options.model)
+    trusted = options.trust_remote_code
+    model = load_model(options.model, tokenizer=options.tokenizer, trust_remote_code=trusted)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, trusted)
     settings = {
         name: getattr(options, name)
         for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")

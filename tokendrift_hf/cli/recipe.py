@@ -38,6 +38,16 @@ class Recipe:
         default=None, metadata={"decides_weights": True, "help": "Revision of a hub checkpoint."}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not beside the model."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the code that lies beside the model (LLaDA, Dream). Read it first."}
+    )
+    model_dtype: str = field(
+        default="float32",
+        metadata={
+            "decides_weights": True,
+            "help": "Number format of the model's weights: float32, or bfloat16 where LoRA leaves them as they are.",
+        },
+    )
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
     dropout: float | None = field(
         default=None,
@@ -152,6 +162,14 @@ class Recipe:
             raise ValueError(
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "
                 f"{self.sampling.temperatures}. Add 1 to them, or set match_entropy: []."
+            )
+        if self.model_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"model_dtype={self.model_dtype!r} is not known. Write float32 or bfloat16.")
+        without = [None, *(self.trainings or {}).values()] if self.lora is None else []
+        if self.model_dtype != "float32" and any((changes or {}).get("lora") is None for changes in without):
+            raise ValueError(
+                f"model_dtype={self.model_dtype} rounds away small updates of the weights. Keep float32 (bf16: true "
+                "computes in bfloat16 all the same), or train adapters (lora)."
             )
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")

@@ -113,7 +113,7 @@ class Run:
         config = trainings[0].config
         PartialState().wait_for_everyone()  # no process writes into the folder before all have seen it empty
         base = _load(recipe)
-        tokenizer = load_tokenizer(recipe.tokenizer or recipe.model)
+        tokenizer = load_tokenizer(recipe.tokenizer or recipe.model, recipe.trust_remote_code)
         longest = base.longest
         if recipe.block_size is not None and recipe.block_size > longest:
             raise ValueError(
@@ -325,9 +325,17 @@ def _with_bf16(recipe: Recipe, arguments: dict, folder: Path) -> tuple[Recipe, d
 
 def _load(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     """The model that the recipe names, or one of the run's own, with the recipe's attention and dropout."""
-    options = {"attn_implementation": recipe.attn_implementation, "revision": recipe.revision if name is None else None}
-    options |= {} if recipe.dropout is None else {"dropout": recipe.dropout}
-    return load_model(name or recipe.model, **options)
+    options = {} if recipe.dropout is None else {"dropout": recipe.dropout}
+    return load_model(
+        name or recipe.model,
+        tokenizer=recipe.tokenizer,
+        max_length=recipe.block_size,
+        trust_remote_code=recipe.trust_remote_code,
+        dtype=recipe.model_dtype,
+        attn_implementation=recipe.attn_implementation,
+        revision=recipe.revision if name is None else None,
+        **options,
+    )
 
 
 def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab_size: int) -> Dataset:

@@ -217,6 +217,14 @@ class AdaptedModel:
         return self.adaptation.max_length
 
     @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model's files; empty: they come with their own code."""
+        if not type(self).__module__.startswith("transformers."):
+            return ""
+        is_masked = is_masked_language_model(self.config.model_type)
+        return "AutoModelForMaskedLM" if is_masked else "AutoModelForCausalLM"
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The blocks, whose outputs are the features of an encoder."""
         return self.get_submodule(self.block_list)

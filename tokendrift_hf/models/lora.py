@@ -112,7 +112,7 @@ def adapter_base(folder: str | os.PathLike) -> tuple[str, str | None]:
 
 
 def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTrainedModel:
-    """`base` with the adapters in a directory merged into its weights.
+    """`base` with the adapters in a directory merged into its weights, all of which can be trained.
 
     Raises:
         ValueError: the adapters do not fit the model.
@@ -120,6 +120,6 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+        return PeftModel.from_pretrained(base, str(folder)).merge_and_unload().requires_grad_(True)
     except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"The adapters in {folder} do not fit {type(base).__name__} ({error}).") from error

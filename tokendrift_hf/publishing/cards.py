@@ -36,7 +36,9 @@ class Card:
 
     Attributes:
         kind: template: "full" (all weights refined), "lora" (adapters), "base" (trained on its own likelihood alone).
-        model_class: "MDLMForMaskedLM" or "DUOForMaskedLM".
+        model_class: "MDLMForMaskedLM" or "DUOForMaskedLM", or a class of another family.
+        auto_class: of another family, the class of transformers that loads it; empty: it comes with code of its own.
+            None: a class of this package.
         repo: hub id of the model; None: not published.
         base: hub id of the model it started from, or the name of a local directory; empty: made from scratch.
         base_is_local: whether `base` is a directory here.
@@ -53,6 +55,7 @@ class Card:
 
     kind: str
     model_class: str
+    auto_class: str | None = None
     repo: str | None = None
     base: str = ""
     base_is_local: bool = False
@@ -83,6 +86,7 @@ class Card:
         return cls(
             kind="lora" if peft_configs else "base" if args.objective == "none" else "full",
             model_class=type(base).__name__,
+            auto_class=getattr(base, "auto_class", None),
             repo=args.hub_model_id,
             base=name,
             base_is_local=is_local,
@@ -120,7 +124,7 @@ class Card:
             card=self,
             title=self.repo.rpartition("/")[2] if self.repo else _title(self),
             location=self.repo or "path/to/this/directory",
-            base_location=f"path/to/{self.base or 'the-base'}" if self.base_is_local or not self.base else self.base,
+            code=self._code(),
             origin=self._origin(),
             steps=sorted({row["num_steps"] for row in self.results}) or [4, 8, 16],
             licences=list(dict.fromkeys(LICENCES[name][1] for name in assets if name in LICENCES)),
@@ -131,6 +135,30 @@ class Card:
         """Write README.md."""
         write_text(folder / "README.md", str(self.render()))
 
+    def _code(self) -> dict[str, str]:
+        """Lines of Python for the template: what is imported, and how a model and the base of adapters are loaded."""
+        base = f"path/to/{self.base or 'the-base'}" if self.base_is_local or not self.base else self.base
+        base = f'"{base}"' + (f', revision="{self.base_revision}"' if self.base_revision else "")
+        if self.auto_class is None:
+            ours = f"from tokendrift_hf import {self.model_class}\nfrom transformers import AutoTokenizer"
+            return {
+                "imports": ours if self.kind == "lora" else "from transformers import AutoModel, AutoTokenizer",
+                "model": "AutoModel.from_pretrained(repo, trust_remote_code=True)",
+                "base": f"{self.model_class}.from_pretrained({base})",
+            }
+        if self.auto_class:
+            native = f"from transformers import {self.auto_class}, AutoTokenizer"
+            return {
+                "imports": f"from tokendrift_hf import as_diffusion\n{native}",
+                "model": f"as_diffusion({self.auto_class}.from_pretrained(repo))",
+                "base": f"as_diffusion({self.auto_class}.from_pretrained({base}), tokenizer=tokenizer)",
+            }
+        return {
+            "imports": "from tokendrift_hf.models.loading import load_model\nfrom transformers import AutoTokenizer",
+            "model": "load_model(repo, trust_remote_code=True)",
+            "base": f"load_model({base}, trust_remote_code=True)",
+        }
+
     def _origin(self) -> str:
         if not self.base:
             return "It was not loaded from anywhere, but made in the program that trained it."
@@ -140,10 +168,10 @@ class Card:
         return f"It starts from [{self.base}](https://huggingface.co/{self.base}){revision}."
 
     def _metadata(self) -> ModelCardData:
-        process = "masked-diffusion" if self.model_class.startswith("MDLM") else "uniform-state-diffusion"
+        process = "uniform-state-diffusion" if self.model_class.startswith("DUO") else "masked-diffusion"
         tags = ["diffusion-language-model", process]
         tags += [] if self.kind == "base" else ["tokendrift"]
-        tags += ["lora"] if self.kind == "lora" else ["custom_code"]
+        tags += ["lora"] if self.kind == "lora" else [] if self.auto_class else ["custom_code"]
         optional: dict[str, Any] = {}
         if self.base and not self.base_is_local:
             optional["base_model"] = self.base
@@ -183,7 +211,7 @@ class Card:
 
 
 def _title(card: Card) -> str:
-    family = "MDLM" if card.model_class.startswith("MDLM") else "DUO"
+    family = {"MDLMForMaskedLM": "MDLM", "DUOForMaskedLM": "DUO"}.get(card.model_class, card.model_class)
     return {"full": f"{family} refined with TokenDrift", "lora": f"TokenDrift adapters for {family}"}.get(
         card.kind, f"{family} diffusion language model"
     )

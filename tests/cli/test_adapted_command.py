@@ -1,0 +1,154 @@
+"""`tokendrift train`, `generate` and `evaluate` on a masked language model of transformers: no flag but its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from stand_ins import V, masked_lm, text_rows, tiny_tokenizer
+from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from tokendrift_hf.cli.command import main
+from tokendrift_hf.models.adaptation import ADAPTATION
+
+SMALL = "--block_size 12 --max_steps 2 --per_device_train_batch_size 2 --num_steps 2 --num_seeds 1 --num_samples 2"
+SMALL += " --save_strategy no --use_cpu true --bf16 false --disable_tqdm true"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A BERT and its tokenizer as released, a judge, and a corpus."""
+    folder = tmp_path_factory.mktemp("adapted")
+    tokenizer = tiny_tokenizer()
+    masked_lm("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).save_pretrained(folder / "bert")
+    torch.manual_seed(0)
+    judge = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    judge.save_pretrained(folder / "judge")
+    for name in ("bert", "judge"):
+        tokenizer.save_pretrained(folder / name)
+    texts = [" ".join(f"w{i}" for i in row["input_ids"][1:-1]) for row in text_rows(24)]
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    recipe = f"model: {folder / 'bert'}\ndataset: {folder / 'corpus.jsonl'}\nvalidation_split: train\n"
+    (folder / "recipe.yaml").write_text(recipe + "learning_rate: 1e-3\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def run(files, request):
+    """The folder of a finished run that was also evaluated."""
+    words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--judge", str(files / "judge")]
+    words += ["--output_dir", str(files / request.param)]
+    words += ["--lora", "{r: 2}", "--encoder", "base"] if request.param == "lora" else []
+    assert main(words) == 0
+    return files / request.param
+
+
+def test_a_run_trains_evaluates_and_says_so(run):
+    results = json.loads((run / "results.json").read_text())
+    (history,) = results["training"].values()
+    assert history["eval_loss"] != history["eval_loss_before"]
+    assert {row["model"] for row in results["rows"]} >= {"base", *results["training"]}
+    told = json.loads((run / "refined" / ADAPTATION).read_text())
+    assert told["max_length"] == 12 and told["frame"] == [1, 2]
+
+
+def test_generate_needs_no_flag(run, tmp_path, capsys):
+    refined, output = str(run / "refined"), tmp_path / "samples.jsonl"
+    assert main(["generate", refined, "--num-steps", "3", "--num-samples", "2", "--output", str(output)]) == 0
+    samples = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(samples) == 2 and all(sample["text"].count("w") == 10 for sample in samples)
+    assert main(["generate", refined, "--prompt", "w5 w6", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("w5 w6 w")
+
+
+def test_evaluate_needs_no_flag(run, files, tmp_path):
+    words = ["evaluate", str(run / "refined"), "--judge", str(files / "judge"), "--num-steps", "2", "--num-seeds", "1"]
+    words += ["--num-samples", "2", "--text", str(files / "corpus.jsonl"), "--output-dir", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["nelbo"]
+
+
+def test_a_run_goes_on_from_what_a_run_left(run, files, tmp_path):
+    """`model: DIR` takes a saved model or adapters, whose diffusion.json says all that is needed."""
+    words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--model", str(run / "refined"), "--max_steps", "1"]
+    assert main([*words, "--output_dir", str(tmp_path / "on")]) == 0
+    assert (tmp_path / "on" / "refined" / ADAPTATION).read_text() == (run / "refined" / ADAPTATION).read_text()
+
+
+def test_the_refined_model_is_an_ordinary_bert(files, run):
+    if (run / "refined" / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(BertForMaskedLM.from_pretrained(files / "bert"), run / "refined")
+        model = model.merge_and_unload()
+    else:
+        model = BertForMaskedLM.from_pretrained(run / "refined")
+    assert type(model) is BertForMaskedLM
+
+
+# What is refused
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(list(words)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    return line
+
+
+def test_a_checkpoint_without_a_head_is_refused(files, tmp_path, capsys):
+    """transformers would fill it with random numbers."""
+    model = masked_lm("bert")
+    model.bert.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    line = refused(capsys, "generate", str(tmp_path))
+    assert "lack" in line and "cls.predictions" in line and "no vocabulary head" in line
+
+
+def test_a_causal_checkpoint_is_refused(files, capsys):
+    line = refused(capsys, "generate", str(files / "judge"))
+    assert "GPT2LMHeadModel is causal" in line
+
+
+def test_a_tokenizer_without_a_mask_is_refused(files, tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path)
+    line = refused(capsys, "generate", str(files / "bert"), "--tokenizer", str(tmp_path))
+    assert "BertForMaskedLM has no mask token" in line
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(files, tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path)
+    line = refused(capsys, "generate", str(files / "bert"), "--tokenizer", str(tmp_path))
+    assert "The tokenizer has ids up to 24, but BertForMaskedLM embeds 24" in line
+
+
+def test_a_prompt_that_holds_the_mask_is_filled_there(files, capsys):
+    """A masked model fills the masks of a prompt, as everywhere."""
+    assert main(["generate", str(files / "bert"), "--prompt", "w5 [MASK] w7", "--max-new-tokens", "1"]) == 0
+    words = capsys.readouterr().out.split()
+    assert (words[0], words[2]) == ("w5", "w7") and words[1].startswith("w")
+
+
+def test_a_damaged_diffusion_json_is_refused(files, tmp_path, capsys):
+    masked_lm("bert").save_pretrained(tmp_path)
+    for text, message in (("{", "is damaged"), ('{"mask": 3}', r"holds ['mask']"), ("[]", "holds ['list']")):
+        (tmp_path / ADAPTATION).write_text(text)
+        assert message in refused(capsys, "generate", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["--model_dtype", "bfloat16"], "model_dtype=bfloat16 rounds away small updates"),
+        (["--model_dtype", "half"], "model_dtype='half' is not known"),
+        (["--block_size", "40"], "max_length=40: BertForMaskedLM takes 3 to 16 tokens"),
+    ],
+)
+def test_bad_fields_are_refused(fields, message, files, tmp_path, capsys):
+    words = ["train", str(files / "recipe.yaml"), *SMALL.split(), *fields, "--output_dir", str(tmp_path / "out")]
+    assert message in refused(capsys, *words)
+    assert not (tmp_path / "out").exists()
