@@ -525,7 +525,7 @@ def test_settings_survive_saving_and_loading(kind, tmp_path):
     values |= {"psi_fractions": [0.2, 0.3], "temperature": 0.9, "top_k": 5, "top_p": 0.95, "noise_removal": "greedy"}
     values |= {"time_grid": "cosine", "precision": "float32", "stride": 4, "trim_eos": True, "eos_token_id": [1, 2]}
     values |= {"pad_token_id": 0, "bos_token_id": 1, "max_new_tokens": 20, "return_dict_in_generate": True}
-    values |= {"output_history": True}
+    values |= {"output_history": True, "suppress_tokens": [3, 4]}
     for name, value in values.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(tmp_path)
@@ -609,6 +609,10 @@ def test_settings_of_transformers_are_taken_or_refused():
         ("mdlm", {"temperature": "hot"}, "temperature='hot'. It must be 0"),
         ("mdlm", {"top_p": 0.0}, r"top_p=0.0. It must be a number in \(0, 1\]"),
         ("mdlm", {"top_k": -3}, "top_k=-3"),
+        ("mdlm", {"suppress_tokens": [3, 23]}, r"suppress_tokens=\[3, 23\]. It must be a list of ids from 0 to 22"),
+        ("mdlm", {"suppress_tokens": "mask"}, "suppress_tokens='mask'. It must be a list of ids"),
+        ("mdlm", {"suppress_tokens": list(range(22))}, "holds every id that can be sampled"),
+        ("duo", {"suppress_tokens": list(range(23))}, "holds every id that can be sampled"),
         ("mdlm", {"chunk_size": 0}, "chunk_size=0"),
         ("mdlm", {"max_new_tokens": 0}, "max_new_tokens=0"),
         ("mdlm", {"max_new_tokens": 17}, "17 tokens long, but this model takes at most 16.*stride"),

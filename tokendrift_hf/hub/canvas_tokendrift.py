@@ -78,8 +78,8 @@ class Texts:
         inside = columns < stops
         columns = columns.clamp_max(self.tokens.shape[1] - 1)
         free = self.free.gather(1, columns) & inside
-        random_tokens = (noise.positions(lengths, 1)[..., 0] * process.vocab_size).long()
-        x = torch.where(free, process.prior(random_tokens), self.tokens.gather(1, columns).masked_fill(~inside, 0))
+        start = process.random_tokens(noise.positions(lengths, 1)[..., 0])
+        x = torch.where(free, start, self.tokens.gather(1, columns).masked_fill(~inside, 0))
         return Canvas(x, free, lengths, torch.full(x.shape, torch.nan, device=device)), columns, inside
 
     def write(self, canvas: Canvas, columns: torch.Tensor, inside: torch.Tensor):

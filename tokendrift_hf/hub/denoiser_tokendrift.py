@@ -142,6 +142,7 @@ class Denoiser:
     Args:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
         temperature, top_k, top_p: see `control`.
+        suppress_tokens: ids that are never predicted, beside the mask.
         chunk_size: positions for which logits [n, V] are held at once. None: 32 MiB of them (GPU: 512 MiB), and less
             where controls need copies.
         rows_per_call: rows that share a forward pass. With 1 a row goes through the same products of the same shapes
@@ -154,8 +155,10 @@ class Denoiser:
         num_forward_passes: forward passes of the network.
     """
 
-    def __init__(self, model, *, temperature, top_k, top_p, chunk_size=None, rows_per_call=None):
+    def __init__(self, model, *, temperature, top_k, top_p, suppress_tokens=None, chunk_size=None, rows_per_call=None):
         self.model, self.present = model, None
+        mask = [] if model.process.mask_id is None else [model.process.mask_id]
+        self.never = torch.tensor(sorted({*(suppress_tokens or ()), *mask}), dtype=torch.long, device=model.device)
         self.controls = (temperature, top_k, top_p)
         self.is_plain = temperature == 1 and not top_k and top_p == 1
         on_cpu = model.device.type == "cpu"
@@ -205,7 +208,8 @@ class Denoiser:
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Means of the head's weights [m, D] and biases [m] over blocks of the vocabulary, and the log of their sizes.
 
-        None where no bound follows from them: the prediction is truncated, or the head wrapped (adapters, quantised).
+        Ids that are never predicted are in no block. None where no bound follows: the prediction is truncated, or the
+        head wrapped (adapters, quantised).
         """
         temperature, top_k, top_p = self.controls
         head = getattr(getattr(self.model, "backbone", None), "output_layer", None)
@@ -213,9 +217,12 @@ class Denoiser:
             return None
         if not isinstance(head.linear, nn.Linear) or not head.linear.weight.is_floating_point():
             return None
-        weights, biases = head.linear.weight.split(256), head.linear.bias.split(256)
-        sizes = torch.tensor([len(bias) for bias in biases], device=self.model.device)
-        means = (torch.stack([y.float().mean(0) for y in blocks]) for blocks in (weights, biases))
+        kept = torch.ones(len(head.linear.bias), dtype=torch.bool, device=self.model.device)
+        kept[self.never] = False
+        blocks = kept.nonzero()[:, 0].split(256)
+        sizes = torch.tensor([len(block) for block in blocks], device=self.model.device)
+        weight, bias = head.linear.weight, head.linear.bias
+        means = (torch.stack([y[block].float().mean(0) for block in blocks]) for y in (weight, bias))
         return *means, sizes.log()
 
     def log_p_bounds(self, hidden: torch.Tensor, c: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -262,8 +269,7 @@ class Denoiser:
             chunk = slice(start, start + self.chunk_size)
             logits = self.model.logits(hidden[chunk, None], c[chunk])[:, 0]
             logits = logits.to(at_least_float32(logits.dtype))
-            if self.model.process.mask_id is not None:
-                logits[:, self.model.process.mask_id] = -torch.inf
+            logits.index_fill_(1, self.never, -torch.inf)
             if self.is_plain:
                 p = plain = torch.softmax(logits, -1, out=logits)  # in place, for the memory
             else:

@@ -103,7 +103,7 @@ class DiffusionGenerationMixin:
         given, settings = self._settings(generation_config, settings)
         check_sampler(settings, given, has_mask=self.process.mask_id is not None)
         check_lengths(settings, self.longest)
-        check_controls(settings, given)
+        check_controls(settings, given, self.process)
         for name, value in (("chunk_size", chunk_size), ("rows_per_call", rows_per_call)):
             if value is not None and not is_whole(value, 1):
                 raise ValueError(f"{name}={value!r}. It must be a positive whole number.")
@@ -117,6 +117,7 @@ class DiffusionGenerationMixin:
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
+            suppress_tokens=settings.suppress_tokens,
             chunk_size=chunk_size,
             rows_per_call=rows_per_call,
         )
@@ -154,11 +155,12 @@ class DiffusionGenerationMixin:
 
     def _sample_window(self, texts: Texts, ends: list[int], settings, noise: Noise, denoiser, observer: Observer):
         """Sample the window that ends at `ends` in the rows, and write it into the texts."""
-        canvas, columns, inside = texts.window(ends, self.longest, self.process, noise)
+        process = self.process.without(settings.suppress_tokens or ())
+        canvas, columns, inside = texts.window(ends, self.longest, process, noise)
         denoiser.present = None if inside.all() else inside
         observer.begin(canvas, columns)
         sampler = SAMPLERS[settings.sampler]
-        sampler.run(canvas, denoiser, noise, self.process, settings, lambda step, t: observer.step(canvas, step, t))
+        sampler.run(canvas, denoiser, noise, process, settings, lambda step, t: observer.step(canvas, step, t))
         texts.write(canvas, columns, inside)
         observer.finish(ends[0])
 

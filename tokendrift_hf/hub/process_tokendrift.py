@@ -8,6 +8,7 @@ Sources: MDLM (Sahoo et al., 2024, arXiv 2406.07524), DUO (Sahoo et al., 2025, a
 repositories kuleshov-group/mdlm and s-sahoo/duo.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,9 +132,17 @@ class AbsorbingProcess:
             free &= x_0 != kept
         return free
 
+    def without(self, ids: Sequence[int]) -> "AbsorbingProcess":
+        """The process on text without these ids. They are no noise either way, so it is this one."""
+        return self
+
     def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
         """x_1: every position masked. `random_tokens` [B, L] only gives shape, dtype and device."""
         return torch.full_like(random_tokens, self.mask_id)
+
+    def random_tokens(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """What noise puts in the place of tokens, from `uniforms` in [0, 1) of any shape: the mask."""
+        return torch.full_like(uniforms, self.mask_id, dtype=torch.long)
 
     def corrupt(
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor | None = None
@@ -172,16 +181,23 @@ class UniformProcess:
 
     Args:
         vocab_size: V. Every id can occur as noise, also one that never occurs in clean text (DUO's 50257).
+        never: ids that are no state of the process, as if the vocabulary had never had them.
 
     Attributes:
         mask_id: None. No id is a mask, so this is how the two processes are told apart.
+        num_states: V without those ids.
     """
 
     mask_id = None
 
-    def __init__(self, vocab_size: int, schedule: LogLinearSchedule | None = None):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, schedule: LogLinearSchedule | None = None, never: Sequence[int] = ()):
+        self.vocab_size, self.never = vocab_size, sorted(set(never))
+        self.num_states = vocab_size - len(self.never)
         self.schedule = schedule or LogLinearSchedule()
+
+    def without(self, ids: Sequence[int]) -> "UniformProcess":
+        """The process on text without these ids."""
+        return UniformProcess(self.vocab_size, self.schedule, never=[*self.never, *ids])
 
     def corruptible(self, x_0: torch.Tensor) -> torch.Tensor:
         """Where a token can be redrawn: everywhere. Bool [B, L]."""
@@ -190,6 +206,14 @@ class UniformProcess:
     def prior(self, random_tokens: torch.Tensor) -> torch.Tensor:
         """x_1 given ids drawn uniformly from all V, [B, L]: those ids themselves."""
         return random_tokens
+
+    def random_tokens(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Ids drawn uniformly from all states, from `uniforms` in [0, 1) of any shape."""
+        ids = (uniforms * self.num_states).long()
+        if self.never:  # the number of states below each of them says by how much the ids from there on are shifted
+            below = torch.tensor([state - i for i, state in enumerate(self.never)], device=ids.device)
+            ids = ids + torch.searchsorted(below, ids, right=True)
+        return ids
 
     def corrupt(
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor

@@ -163,8 +163,8 @@ def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step
     """DUO. At most positions the outcome is known without the network."""
     # What happens at each position: x_t is kept, or noise comes, or the network decides or gives the token.
     branch, event, odds, token = noise.positions(canvas.lengths, 4).unbind(-1)
-    random_tokens = (token * process.vocab_size).long()
-    pull, keep, uniform = uniform_rates(step.alpha_t, step.alpha_s, process.vocab_size)
+    random_tokens = process.random_tokens(token)
+    pull, keep, uniform = uniform_rates(step.alpha_t, step.alpha_s, process.num_states)
     forward = branch >= step.kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
     kept = ~forward & (event < keep)
     noised = torch.where(forward, event < 1 - step.alpha_s, ~kept & (event < keep + uniform))

@@ -26,6 +26,8 @@ class DiffusionGenerationConfig(GenerationConfig):
         temperature, top_k, top_p: act, in this order, on the clean-token prediction p(x_0 | x_t), never on the
             posterior. p ~ p^(1 / temperature), where 0 is greedy (the likeliest token) and 1 changes nothing; then
             the top_k likeliest (1805.04833; 0: all); then the likeliest that together reach top_p (1904.09751; 1: all).
+        suppress_tokens: ids that are never sampled, such as those that the tokenizer does not know. The text is that of
+            a model whose vocabulary never had them: the other tokens keep their odds, and they are no noise either.
         noise_removal: "ancestral" (a last posterior step to clean text), "greedy" (argmax), or "none" (masks or noise
             may be left). Not for samplers that end clean by themselves.
         time_grid: "linear", "cosine", "linear-constant-linear-c[-inv]", or N + 1 falling times, see `time_grid`.
@@ -61,6 +63,7 @@ class DiffusionGenerationConfig(GenerationConfig):
     fields: ClassVar[tuple[str, ...]] = (
         *defaults,
         *("max_new_tokens", "max_length", "stride", "bos_token_id", "eos_token_id", "pad_token_id"),
+        "suppress_tokens",
     )
 
     def __init__(self, **kwargs):
@@ -194,8 +197,8 @@ def check_lengths(settings: DiffusionGenerationConfig, longest: int):
         raise ValueError("trim_eos=True without an eos_token_id. Give it here or in generation_config.json.")
 
 
-def check_controls(settings: DiffusionGenerationConfig, given: set[str]):
-    """Refuse what is no control of the prediction, no precision and no form of output."""
+def check_controls(settings: DiffusionGenerationConfig, given: set[str], process):
+    """Refuse what is no control of the prediction of a process, no precision and no form of output."""
     temperature, top_k, top_p = settings.temperature, settings.top_k, settings.top_p
     if not (is_number(temperature) and (temperature == 0 or 1e-6 <= temperature < float("inf"))):
         raise ValueError(f"temperature={temperature!r}. It must be 0, which is greedy, or a number from 1e-6.")
@@ -203,9 +206,20 @@ def check_controls(settings: DiffusionGenerationConfig, given: set[str]):
         raise ValueError(f"top_k={top_k!r}. It must be a whole number. 0 keeps every token.")
     if not (is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}. It must be a number in (0, 1]. 1 keeps every token.")
+    if settings.suppress_tokens is not None:
+        _check_suppressed(settings.suppress_tokens, process)
     if settings.precision not in ("float64", "float32"):
         raise ValueError(f"precision={settings.precision!r}. Give 'float64' or 'float32'.")
     if "output_history" in given and settings.output_history and not settings.return_dict_in_generate:
         raise ValueError(
             "output_history=True without return_dict_in_generate=True. The history is a field of the dict: ask for it."
         )
+
+
+def _check_suppressed(ids, process):
+    if not isinstance(ids, (list, tuple)) or not all(
+        is_whole(token, 0) and token < process.vocab_size for token in ids
+    ):
+        raise ValueError(f"suppress_tokens={ids!r}. It must be a list of ids from 0 to {process.vocab_size - 1}.")
+    if len({*ids} | {process.mask_id} - {None}) == process.vocab_size:
+        raise ValueError("suppress_tokens holds every id that can be sampled. Leave some out.")
