@@ -125,16 +125,18 @@ def test_a_prompt_begins_as_training_rows_do_without_a_bos(text_files, tmp_path,
     assert capsys.readouterr().out == tokenizer.decode(row[1:]) + "\n"
 
 
-def test_ids_that_the_tokenizer_lacks_are_left_out_of_the_text_and_counted(text_files, tmp_path):
-    """A model can have more ids than its tokenizer; here it has thousands, and the tokenizer 22."""
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(text_files, tmp_path):
+    """A model can have more ids than its tokenizer. Here it has thousands, and the tokenizer 22."""
     words, path = word_tokenizer(bos_token="<s>", eos_token="</s>"), tmp_path / "samples.jsonl"
     words.save_pretrained(tmp_path / "words")
     call = ["generate", str(text_files / "base"), "--tokenizer", str(tmp_path / "words"), "--num-samples", "3"]
     assert main([*call, "--num-steps", "2", "--output", str(path)]) == 0
-    rows = load_model(str(text_files / "base")).generate(num_samples=3, num_steps=2, seed=0).tolist()
     samples = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [sample["num_left_out"] for sample in samples] == [sum(i >= len(words) for i in row) for row in rows]
-    assert [sample["text"] for sample in samples] == words.batch_decode([[i for i in r if i < 22] for r in rows])
+    assert [sample["num_left_out"] for sample in samples] == [0, 0, 0]
+    unknown = list(range(len(words), load_model(str(text_files / "base")).config.vocab_size))
+    assert samples[0]["suppress_tokens"] == unknown
+    rows = load_model(str(text_files / "base")).generate(num_samples=3, num_steps=2, seed=0, suppress_tokens=unknown)
+    assert [sample["text"] for sample in samples] == words.batch_decode(rows)
 
 
 def test_generate_continues_several_prompts(text_files, tmp_path):

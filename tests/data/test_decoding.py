@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
-from tokendrift_hf.data.decoding import decode
+from tokendrift_hf.data.decoding import decode, ids_to_suppress
 from tokendrift_hf.metrics.gen_ppl.gen_ppl import readable
 
 
@@ -17,3 +19,11 @@ def test_ids_that_the_tokenizer_lacks_are_left_out_and_counted(text_model):
     assert num_left_out == [3, 0, 0]
     kept, count = readable([noisy, ids], set(tokenizer.get_vocab().values()))
     assert (kept, count) == ([ids, ids], 3), "the metric has another rule"
+
+
+def test_ids_to_suppress_are_those_without_a_token_and_those_that_the_model_names(text_model):
+    model, tokenizer = copy.deepcopy(text_model[0]), text_model[1]
+    assert ids_to_suppress(model, tokenizer) == [len(tokenizer)] == [model.process.mask_id]
+    assert ids_to_suppress(model, None) == []
+    model.generation_config.suppress_tokens = [3]
+    assert ids_to_suppress(model, tokenizer) == [3, len(tokenizer)]

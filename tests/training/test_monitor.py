@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from conftest import tiny_model
-from toys import logged, make_trainer, toy_rows
+from toys import config, logged, make_trainer, toy_rows
 from transformers import TrainerCallback
 
 from tokendrift_hf import GenPPL
-from tokendrift_hf.training.monitor import entropy_ratio, mean_entropy, plot_dynamics, sampled_points
+from tokendrift_hf.training.monitor import SampleMonitor, entropy_ratio, mean_entropy, plot_dynamics, sampled_points
 
 
 class Collapse(TrainerCallback):
@@ -97,6 +97,19 @@ def test_a_collapse_stops_the_run_and_is_never_the_best(tmp_path, caplog):
     assert trainer.state.best_global_step == 1 and trainer.state.best_metric == entropies[1]
     assert trainer.model.backbone.output_layer.linear.bias[3] < 50
     assert "Stopping at step 2" in caplog.text and "gen_ppl_min_entropy_ratio asks for 50 %" in caplog.text
+
+
+def test_the_monitor_draws_no_id_that_the_tokenizer_lacks(text_model, tmp_path):
+    """The released DUO has one id more than its tokenizer, and here it is by far the likeliest."""
+    tokenizer = text_model[1]
+    model = tiny_model("duo", vocab_size=len(tokenizer) + 1)
+    with torch.no_grad():
+        model.backbone.output_layer.linear.bias[-1] += 100
+    args = config(tmp_path, gen_ppl_num_samples=3)
+    ids = SampleMonitor(args, tokenizer).draw(model, 2)
+    assert ids.shape == (3, 16)
+    assert ids.max() < len(tokenizer)
+    assert (SampleMonitor(args, None).draw(model, 2) == len(tokenizer)).all()
 
 
 def test_a_collapse_to_the_end_of_text_is_seen_and_stops_the_run(text_model, text_files, tmp_path):

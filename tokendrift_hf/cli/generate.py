@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from ..data.decoding import decode
+    from ..data.decoding import decode, ids_to_suppress
     from ..data.packing import row_ends
     from ..files import write_text
     from ..models.loading import load_model, load_tokenizer
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")
         if getattr(options, name) is not None
     }
-    inputs = {"num_samples": num_rows, "seed": options.seed}
+    inputs = {"num_samples": num_rows, "seed": options.seed, "suppress_tokens": ids_to_suppress(model, tokenizer)}
     if prompts:
         bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
         rows = [torch.tensor([bos, *ids]) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]

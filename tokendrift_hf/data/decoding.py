@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def ids_to_suppress(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Ids that `generate(suppress_tokens=)` keeps out: the model's own setting, and ids that the tokenizer lacks."""
+    suppressed = set(model.generation_config.suppress_tokens or ())
+    if tokenizer is not None:
+        suppressed |= set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
+    return sorted(suppressed)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]) -> tuple[list[str], list[int]]:

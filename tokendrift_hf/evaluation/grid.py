@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..data.decoding import ids_to_suppress
 from ..files import read_json, write_json
 from ..models.digest import weights_digest
 from .likelihood import nelbo_perplexity
@@ -169,6 +170,7 @@ class Harness:
         model, batch_size = self.models[cell.model], self.sampling.batch_size
         generator = torch.Generator().manual_seed(cell.seed)
         half = torch.autocast(model.device.type, torch.bfloat16)
+        suppressed = ids_to_suppress(model, self.tokenizer)
         ids, outputs, start = [], [], time.perf_counter()
         for first in range(0, cell.num_samples, batch_size):
             with half if cell.dtype == "bfloat16" else contextlib.nullcontext():
@@ -179,6 +181,7 @@ class Harness:
                     sampler=cell.sampler,
                     precision=cell.precision,
                     generator=generator,
+                    suppress_tokens=suppressed,
                     return_dict_in_generate=True,
                 )
             ids += output.sequences.tolist()  # waits for the device

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from ..data.decoding import ids_to_suppress
 from ..files import write_json, written_whole
 from .drift_config import DriftConfig
 
@@ -31,7 +32,7 @@ class SampleMonitor:
     """
 
     def __init__(self, args: DriftConfig, tokenizer: PreTrainedTokenizerBase | None):
-        self.args, self.metric = args, None
+        self.args, self.tokenizer, self.metric = args, tokenizer, None
         if args.gen_ppl_judge is not None:
             from ..metrics import GenPPL
 
@@ -59,10 +60,11 @@ class SampleMonitor:
     def draw(self, model: PreTrainedModel, num_steps: int) -> Tensor:
         """Token ids ``[gen_ppl_num_samples, L]``."""
         generator = torch.Generator().manual_seed(self.args.seed)
+        settings = {"generator": generator, "suppress_tokens": ids_to_suppress(model, self.tokenizer)}
         left, batches = self.args.gen_ppl_num_samples, []
         while left > 0:
             size = min(left, self.args.per_device_eval_batch_size)
-            batches.append(model.generate(num_samples=size, num_steps=num_steps, generator=generator).cpu())
+            batches.append(model.generate(num_samples=size, num_steps=num_steps, **settings).cpu())
             left -= size
         return torch.cat(batches)
 
