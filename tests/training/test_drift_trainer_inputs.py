@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
-from toys import CHECKPOINTING, assert_same, config, logged, make_trainer, toy_rows, weights_of
+from toys import CHECKPOINTING, assert_same, config, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tokendrift_hf import DriftTrainer, FrozenEncoder
-from tokendrift_hf.training import drift_trainer
+from tokendrift_hf.training import refusals
 from tokendrift_hf.training.manifest import last_complete_checkpoint
+from tokendrift_hf.training.refusals import refuse_sharing
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}
@@ -154,12 +156,15 @@ def test_trains_a_model_that_was_loaded_as_custom_code(kind, tmp_path):
     assert_same(weights_of(trainers[0].model), weights_of(trainers[1].model), **EXACT)
 
 
-def test_half_precision_weights_are_warned_about(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.drift_trainer"):
-        make_trainer(tmp_path)
+def test_half_precision_weights_are_warned_about_when_training_starts(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.refusals"):
+        make_trainer(tmp_path, max_steps=1).train()
         assert not caplog.records
-        make_trainer(tmp_path, model=tiny_model("mdlm").bfloat16())
-    assert "bfloat16" in caplog.text and "bf16=True" in caplog.text
+        trainer = make_trainer(tmp_path, max_steps=1)
+        trainer.model.bfloat16()
+        trainer.train()
+    assert "bfloat16" in caplog.text
+    assert "bf16=True" in caplog.text
 
 
 def test_mixed_precision_keeps_float32_weights_and_learns_the_same(tmp_path):
@@ -224,7 +229,7 @@ def test_what_the_trainer_refuses(tmp_path, monkeypatch):
         r"feature_layers=\[7\]: this encoder has hidden states 0 .* to 2", args=config(tmp_path, feature_layers=[7])
     )
     refused("encoder='base' needs adapters", encoder="base")
-    monkeypatch.setattr(drift_trainer, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(refusals, "is_deepspeed_zero3_enabled", lambda: True)
     refused("ZeRO-3 .* encoder= ")
 
 
@@ -261,3 +266,118 @@ def test_rows_without_ids_or_too_long_stop_the_training(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             make_trainer(tmp_path, rows=rows).train()
+
+
+@pytest.mark.parametrize(
+    "match, arguments, fields",
+    [
+        ("compute_loss_func has no effect", {"compute_loss_func": print}, {}),
+        ("compute_metrics has no effect", {"compute_metrics": print}, {}),
+        ("preprocess_logits_for_metrics has no effect", {"preprocess_logits_for_metrics": print}, {}),
+        ("model_init has no effect", {"model_init": print}, {}),
+        ("label_smoothing_factor=0.1 has no effect", {}, {"label_smoothing_factor": 0.1}),
+        ("bf16_full_eval=True casts the weights that are trained", {}, {"bf16_full_eval": True}),
+        ("fp16_full_eval=True casts .* Set fp16=True", {}, {"fp16_full_eval": True}),
+        (
+            "metric_for_best_model='accuracy' is not measured: choose one of loss,",
+            {},
+            {"metric_for_best_model": "accuracy"},
+        ),
+        (
+            "choose one of loss, entropy_nfe4, or pass a callback",
+            {},
+            {"metric_for_best_model": "eval_gen_ppl_nfe4", "gen_ppl_num_steps": [4]},
+        ),
+        (
+            "choose one of a_loss, b_loss",
+            {"eval_dataset": {"a": toy_rows(2), "b": toy_rows(2)}},
+            {"metric_for_best_model": "loss"},
+        ),
+        ("One row a micro-batch and queue_size=0", {}, {"per_device_train_batch_size": 1, "queue_size": 0}),
+    ],
+)
+def test_arguments_without_effect_are_refused(match, arguments, fields, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        make_trainer(tmp_path, arguments=arguments, **fields)
+
+
+def test_a_callback_may_measure_what_selects_the_best(tmp_path):
+    class Measures(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            metrics["eval_mine"] = float(state.global_step == 1)
+
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "greater_is_better": True}
+    arguments = {"callbacks": [Measures()], "eval_dataset": toy_rows(2)}
+    trainer = make_trainer(tmp_path, arguments=arguments, metric_for_best_model="mine", **fields)
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    trainer = make_trainer(tmp_path, arguments=arguments, metric_for_best_model="other", **fields)
+    with pytest.raises(ValueError, match="metric_for_best_model='other' was not measured. There are: eval_.*eval_mine"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("container", ["mixed", "injected"])
+def test_adapters_that_are_no_peft_model_are_refused(container, tmp_path):
+    lora = LoraConfig(r=2, target_modules=["attn_qkv"])
+    if container == "mixed":
+        model = get_peft_model(tiny_model("mdlm"), lora, mixed=True)
+    else:
+        model = inject_adapter_in_model(lora, tiny_model("mdlm"))
+    with pytest.raises(ValueError, match="has adapters in a .*Use a PeftModel"):
+        make_trainer(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("what", ["model", "block", "inside adapters"])
+def test_a_compiled_model_is_trained_and_saved_under_its_own_names(what, tmp_path):
+    """torch.compile's wrapper puts `_orig_mod.` into names that nothing can load. Whole models and parts of them."""
+    plain, model = tiny_model("mdlm"), tiny_model("mdlm")
+    if what == "block":
+        model.backbone.blocks[0] = torch.compile(model.backbone.blocks[0])
+    else:
+        model = torch.compile(model)
+    if what == "inside adapters":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["attn_qkv"]))
+    trainer = make_trainer(tmp_path, model=model, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        trainer.save_model(str(folder))
+        names = load_file(next(folder.glob("*model.safetensors"))).keys()
+        assert not [name for name in names if "_orig_mod" in name]
+        assert what == "inside adapters" or names == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "count, split, idle",
+    [(8, True, False), (9, True, True), (10, True, True), (11, True, False), (8, False, False)]
+    + [(9, False, True), (12, False, True), (13, False, False)],
+)
+def test_an_epoch_that_leaves_a_process_without_rows_is_refused(count, split, idle, tmp_path):
+    """Two processes, batches of 4 (2 and 2, or 4 each), not evened out: the other would wait for ever."""
+    args = config(tmp_path, accelerator_config={"split_batches": split, "even_batches": False})
+    two = SimpleNamespace(**vars(args) | {"world_size": 2, "train_batch_size": args.train_batch_size})
+    if idle:
+        with pytest.raises(ValueError, match=f"last batch of {count} rows does not reach all 2 processes"):
+            refuse_sharing(two, toy_rows(count), queues=True)
+    else:
+        refuse_sharing(two, toy_rows(count), queues=True)
+    refuse_sharing(SimpleNamespace(**vars(two) | {"dataloader_drop_last": True}), toy_rows(count), queues=True)
+
+
+def test_rows_that_teach_nothing_are_counted_and_named(tmp_path, caplog):
+    """Prompts alone: no weight moves, which is said. Padding alone: in no queue. Others are trained on as ever."""
+    prompts = toy_rows(4, prompt_mask=lambda ids: [1] * len(ids))
+    padding = toy_rows(4, attention_mask=lambda ids: [0] * len(ids), prompt_mask=lambda ids: [0] * len(ids))
+    trainer = make_trainer(tmp_path, rows=prompts, max_steps=2, base_loss_weight=1.0)
+    before = weights_of(trainer.model)
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.training.drift_trainer"):
+        trainer.train()
+    assert logged(trainer, "rows_without_text") == [4, 4]
+    assert "4 rows since the last log line are padding or prompt alone: they teach nothing" in caplog.text
+    assert_same(weights_of(trainer.model), before, **EXACT)
+    trainer = make_trainer(tmp_path, rows=padding, max_steps=2, base_loss_weight=1.0)
+    trainer.train()
+    assert logged(trainer, "rows_without_text") == [4, 4]
+    assert len(queues_of(trainer)["real"]) == 0
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "rows_without_text") == []

@@ -26,6 +26,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..lock import locked_by_first
 from ..models.adaptation import ADAPTATION
+from ..models.lora import hide_local_base
 from .drift_config import published_args, recorded_settings
 from .ema import EMACallback, WeightEMA
 from .epoch_sampler import EpochSampler
@@ -373,6 +374,16 @@ class ResumableTrainer(Trainer):
                 for path in Path(checkpoint_folder).glob(pattern):
                     shutil.copy(path, self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write the card of this run instead of the Trainer's draft, whose arguments have no effect."""
+        if self.is_world_process_zero():
+            self.write_card(self.args.output_dir)
+
+    def push_to_hub(self, *args, **kwargs):
+        """As in `Trainer`; adapters never name a directory of this machine as their base."""
+        hide_local_base(self.model)
+        return super().push_to_hub(*args, **kwargs)
 
     # Load
 

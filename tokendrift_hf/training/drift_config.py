@@ -168,12 +168,24 @@ class DriftConfig(TrainingArguments):
         _number("learning_rate", self.learning_rate, at_least=0)
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
+        self._check_inherited()
         self._check_objective()
         self._check_drift()
         self._check_draws()
         self._check_encoder()
         self._check_averages()
         self._check_samples()
+
+    def _check_inherited(self):
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True casts the weights that are trained, in place, at the first evaluation. Set "
+                    f"{name.removesuffix('_full_eval')}=True: then evaluations run in that precision as well."
+                )
+        for name, unused in (("label_smoothing_factor", 0), ("use_liger_kernel", False)):
+            if getattr(self, name) != unused:
+                raise ValueError(f"{name}={getattr(self, name)} has no effect on this loss. Leave it out.")
 
     def _check_objective(self):
         _choice("objective", self.objective, (*OBJECTIVES, "none"))

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import has_length
 
 from ..data.collators import CleanCollator
 from ..hub.process_tokendrift import stratified_times
+from ..models.compiled import uncompiled
 from ..models.digest import weights_digest
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base
@@ -29,6 +29,7 @@ from .diagnostics import Diagnostics
 from .drift_config import DriftConfig, hyperparameters
 from .gather import AllProcesses, mean_over_processes, own_rows, row_counts, sum_over_processes
 from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
+from .refusals import HalfPrecisionCallback, refuse_arguments, refuse_model, refuse_sharing
 from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class DriftTrainer(ResumableTrainer):
 
     Raises:
         ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
-            together with a peft_config; DeepSpeed ZeRO-3; FSDP with encoder "base"; FSDP or DeepSpeed with ema_decay.
+            together with a peft_config, or adapters that are no PeftModel; arguments of `Trainer` that would have no
+            effect; a sharing of rows that leaves a process without; DeepSpeed ZeRO-3; FSDP with encoder "base".
     """
 
     loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
@@ -72,7 +74,9 @@ class DriftTrainer(ResumableTrainer):
         peft_config=None,
         **kwargs,
     ):
-        _refuse(model, args, peft_config)
+        model = uncompiled(model)
+        refuse_model(model, args, peft_config)
+        refuse_arguments(args, kwargs)
         base = base_of(model)
         self.process = base.process
         # Before adapters are added: by default the encoder is a copy of the model as it is now, without them.
@@ -101,8 +105,9 @@ class DriftTrainer(ResumableTrainer):
         self.card = self._make_card()
         self.begin()
         if self.is_world_process_zero():
-            self.frozen = self._frozen_digests()
-        _warn_of_half_precision(self.model)
+            self.frozen = _frozen_digests(self.model, self.encoder)
+        refuse_sharing(args, self.train_dataset, queues=hasattr(self.train_objective, "real_queue"))
+        self.add_callback(HalfPrecisionCallback())
         self._row_sums = RowSums()
 
     def _make_monitor(self) -> SampleMonitor | None:
@@ -120,16 +125,10 @@ class DriftTrainer(ResumableTrainer):
             hide_local_base(self.model)
         return card
 
-    def _frozen_digests(self) -> dict[str, str]:
-        """Of the weights that the run rests on and no checkpoint holds, taken before they are split or moved."""
-        weights = {"base of the adapters": {n: p for n, p in self.model.named_parameters() if not p.requires_grad}}
-        if self.encoder is not None and self.encoder.frozen is nullcontext:  # otherwise it is that base
-            weights["encoder"] = self.encoder.model.state_dict()
-        return {what: weights_digest(tensors) for what, tensors in weights.items() if tensors}
-
     def begin(self) -> None:
         self._micro_step = (-1, 0)  # (optimizer step, index of its last micro-batch)
         self.diagnostics = Diagnostics()
+        self._rows_without_text = torch.tensor(0, device=self.args.device)  # since the last log line
 
     def _set_signature_columns_if_needed(self):
         self._signature_columns = ["input_ids", "attention_mask", "prompt_mask", "labels", ROW_NUMBER]
@@ -193,11 +192,16 @@ class DriftTrainer(ResumableTrainer):
             self.abandon_step("loss", f"{loss.item()} on this process")
         if self.train_objective is not None:
             self.train_objective.accept()
+        self._rows_without_text += (~batch.free.any(dim=1)).sum()
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.diagnostics.means(mean_over_processes)
+            if idle := int(self._sum(self._rows_without_text)):
+                logs["rows_without_text"] = idle
+                logger.warning("%d rows since the last log line are padding or prompt alone: they teach nothing.", idle)
+                self._rows_without_text.zero_()
         super().log(logs, start_time)
 
     # Evaluation
@@ -232,14 +236,11 @@ class DriftTrainer(ResumableTrainer):
             measured = {"loss": self._row_sums.mean()}
             if self.monitor is not None:
                 with self.compute_loss_context_manager():
-                    measured |= self._sampled()
+                    sampled = self.monitor.measure(self.model)
+                # The mean over processes, so that all of them stop, or none.
+                measured |= dict(zip(sampled, mean_over_processes(list(sampled.values())), strict=True))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
         return output
-
-    def _sampled(self) -> dict[str, float]:
-        """What the monitor measures; the mean over processes, so that all of them stop, or none."""
-        measured = self.monitor.measure(self.model)
-        return dict(zip(measured, mean_over_processes(list(measured.values())), strict=True))
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The NELBO of a batch, with noise that depends on the rows' places in the data set alone.
@@ -264,22 +265,25 @@ class DriftTrainer(ResumableTrainer):
     def _determine_best_metric(self, metrics, trial):
         floor = self.args.gen_ppl_min_entropy_ratio
         if floor is not None and entropy_ratio(self.state.log_history) < floor:
-            return self.stop.stopping  # as above: this does not make it the best
+            return self.stop.stopping
+        name = self.args.metric_for_best_model
+        if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            raise ValueError(f"metric_for_best_model={name!r} was not measured. There are: {', '.join(metrics)}.")
         return super()._determine_best_metric(metrics, trial)
 
     # What is saved
 
     def extra_state(self):
-        return self._queues() if self._share_queues() else {}
+        return self._queues(shared=True)
 
     def process_state(self):
-        return {} if self._share_queues() else self._queues()
+        return self._queues(shared=False)
 
-    def _share_queues(self) -> bool:
-        return self.args.gather_features or self.args.world_size == 1
-
-    def _queues(self) -> dict[str, dict[str, Tensor]]:
-        return {} if self.train_objective is None else {"drift_queues": self.train_objective.state_dict()}
+    def _queues(self, shared: bool) -> dict[str, dict[str, Tensor]]:
+        """What the objective remembers, if that is (not) the same on all processes."""
+        if self.train_objective is None or shared != (self.args.gather_features or self.args.world_size == 1):
+            return {}
+        return {"drift_queues": self.train_objective.state_dict()}
 
     def load_extra_state(self, state):
         if self.train_objective is not None:
@@ -292,37 +296,6 @@ class DriftTrainer(ResumableTrainer):
         self.card.repo = self.hub_model_id or self.args.hub_model_id
         self.card.settings["trained_steps"] = self.state.global_step
         self.card.save(Path(folder))
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Write `card`, the facts of this run, instead of the Trainer's draft, whose arguments have no effect."""
-        if self.is_world_process_zero():
-            self.write_card(self.args.output_dir)
-
-    def push_to_hub(self, *args, **kwargs):
-        """As in `Trainer`, with the card of this run; adapters never name a directory of this machine as their base."""
-        hide_local_base(self.model)
-        return super().push_to_hub(*args, **kwargs)
-
-
-def _refuse(model, args, peft_config) -> None:
-    if not isinstance(args, DriftConfig):
-        raise ValueError(f"args must be a DriftConfig, but it is a {type(args).__name__}.")
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "DeepSpeed ZeRO-3 splits the weights that the default of encoder= copies, and gradients through a "
-            "split frozen encoder are untested. Use ZeRO stage 1 or 2, or FSDP."
-        )
-    base = base_of(model)
-    if not hasattr(base, "process"):
-        raise ValueError(
-            f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM, "
-            "DUOForMaskedLM, and other masked language models once they went through as_diffusion(model, ...)."
-        )
-    if peft_config is not None and hasattr(model, "peft_config"):
-        raise ValueError(
-            "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
-            "first (merge_and_unload), or leave peft_config out to go on training them."
-        )
 
 
 def _frozen_copy(model, args: DriftConfig) -> FrozenEncoder | None:
@@ -357,12 +330,9 @@ def _needs_encoder(args: DriftConfig) -> bool:
     return args.objective in OBJECTIVES and OBJECTIVES[args.objective].needs_encoder
 
 
-def _warn_of_half_precision(model) -> None:
-    trainable = {p.dtype for p in model.parameters() if p.requires_grad}
-    halves = [str(dtype) for dtype in (torch.float16, torch.bfloat16) if dtype in trainable]
-    if halves:
-        logger.warning(
-            "The trainable weights are %s: small updates will be lost to rounding. Load the model with "
-            "dtype=torch.float32 and set bf16=True instead.",
-            ", ".join(halves),
-        )
+def _frozen_digests(model, encoder: FrozenEncoder | None) -> dict[str, str]:
+    """Of the weights that a run rests on and no checkpoint holds, taken before they are split or moved."""
+    weights = {"base of the adapters": {name: p for name, p in model.named_parameters() if not p.requires_grad}}
+    if encoder is not None and encoder.frozen is nullcontext:  # otherwise it is that base
+        weights["encoder"] = encoder.model.state_dict()
+    return {what: weights_digest(tensors) for what, tensors in weights.items() if tensors}
