@@ -37,12 +37,17 @@ CASES = {
     "tokens": dict(feature_pooling="tokens", feature_tokens=6, base_loss_weight=0.1, learning_rate=0.1),
     "mmd": dict(objective="mmd", base_loss_weight=0.1),
     "mmd_sequence": dict(objective="mmd", mmd_credit="sequence"),
+    "alpha": dict(objective="alpha"),
     "continuation": dict(objective="none", base_loss_weight=1.0),
     "accumulation": dict(objective="none", base_loss_weight=1.0, gradient_accumulation_steps=2),
 }
-UNEVEN = ("tokens", "continuation", "accumulation")  # have rows of unequal length
+UNEVEN = ("tokens", "alpha", "continuation", "accumulation")  # have rows of unequal length
 
-COMPARED = {"mmd": "mmd_attraction", "mmd_sequence": "mmd_attraction"}  # which number of the log is compared as well
+COMPARED = {
+    "mmd": "mmd_attraction",
+    "mmd_sequence": "mmd_attraction",
+    "alpha": "token_entropy",
+}  # which number of the log is compared as well
 
 
 def case(name: str, folder: Path, **fields):

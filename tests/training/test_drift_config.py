@@ -24,7 +24,7 @@ def test_defaults_are_the_papers(tmp_path):
     [
         (
             {"objective": "l2"},
-            "objective='l2' is not known; choose one of 'feature', 'mirror_kl', 'mirror_mse', 'mmd', 'none'",
+            "objective='l2' is not known; choose one of 'feature', 'mirror_kl', 'mirror_mse', 'mmd', 'alpha', 'none'",
         ),
         ({"learning_rate": -1e-5}, "learning_rate=-1e-05 is out of range"),
         ({"max_steps": 0}, "max_steps=0: give the number of steps, or -1"),
@@ -57,6 +57,16 @@ def test_defaults_are_the_papers(tmp_path):
         ({"mmd_credit": -1}, "mmd_credit=-1 is out of range: it must be at least 0"),
         ({"mmd_credit": 1.5}, "mmd_credit must be a whole number, but it is 1.5"),
         ({"mmd_credit": "token"}, "mmd_credit='token' is not known: give 'sequence' or a number of tokens"),
+        ({"alpha_power": 0}, "alpha_power=0 is out of range: it must be above 0"),
+        ({"alpha_window": 0}, "alpha_window=0 is out of range: it must be at least 1"),
+        ({"alpha_window": 2.5}, "alpha_window must be a whole number, but it is 2.5"),
+        (
+            {"objective": "alpha", "feature_pooling": "tokens"},
+            "objective='alpha' has no encoder, so feature_pooling='tokens' would do nothing: leave it out",
+        ),
+        ({"objective": "alpha", "feature_layers": [2]}, r"no encoder, so feature_layers=\[2\] would do nothing"),
+        ({"objective": "alpha", "encoder_timestep": 0.5}, "no encoder, so encoder_timestep=0.5 would do nothing"),
+        ({"objective": "alpha", "encoder_input": "hard_st"}, "no encoder, so encoder_input='hard_st' would do nothing"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 never takes in a new weight"),
         ({"ema_decay": 0.0}, "ema_decay=0.0 is out of range"),
         (

@@ -1,14 +1,15 @@
 """The objectives by the names that `DriftConfig.objective` takes. A further one is a file beside this and a line here.
 
 An objective is called as `DriftObjective` is, with logits and a corrupted batch, and returns a loss and what to log. It
-has `accept`, `state_dict` and `load_state_dict`. It says whether it `needs_encoder`, and of which
-`default_layers`: indices of hidden states, or a function of the number of blocks.
+has `accept`, `state_dict` and `load_state_dict`. It says whether it `needs_encoder`, and if so
+of which `default_layers`: indices of hidden states, or a function of the number of blocks.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from .alpha_objective import AlphaObjective
 from .drift_objective import DriftObjective
 from .encoder import FrozenEncoder
 from .mmd_objective import MMDObjective
@@ -18,10 +19,11 @@ OBJECTIVES = {
     "mirror_kl": DriftObjective,
     "mirror_mse": DriftObjective,
     "mmd": MMDObjective,
+    "alpha": AlphaObjective,
 }
 
 
-def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | MMDObjective | None:
+def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | MMDObjective | AlphaObjective | None:
     """The objective that `config.objective` names, with its settings from `config`; None for "none".
 
     Raises:

@@ -16,6 +16,7 @@ from ..objective.objectives import OBJECTIVES
 ENCODER_INPUTS = ("soft", "hard_st")
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
+ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
 # The fields of TrainingArguments that decide, beside our own, which weights a batch of rows makes of which.
 OPTIMISATION = (
     "learning_rate",
@@ -71,8 +72,9 @@ class DriftConfig(TrainingArguments):
         default="feature",
         metadata={
             "help": "feature: L2 to the drifted feature (the paper's main method); mirror_kl, mirror_mse: a mirror "
-            "teacher in logit space; mmd: draws against the real row, by policy gradient; none: none of these, which "
-            "with base_loss_weight=1 is plain continued training."
+            "teacher in logit space; mmd: draws against the real row, by policy gradient; alpha: a power of the "
+            "likelihood of windows of text; none: none of these, which with base_loss_weight=1 is plain continued "
+            "training."
         },
     )
     base_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the model's own NELBO in the loss."})
@@ -124,6 +126,15 @@ class DriftConfig(TrainingArguments):
         },
     )
 
+    # Powers of the likelihood (objective alpha)
+    alpha_power: float = field(
+        default=1.0,
+        metadata={"help": "k: the gradient of a window of mean log-probability s has the weight exp(k s)."},
+    )
+    alpha_window: int | None = field(
+        default=8, metadata={"help": "Predicted positions a window; null: the whole row, as published."}
+    )
+
     # Encoder
     feature_layers: list[int] | None = field(
         default=None,
@@ -171,7 +182,7 @@ class DriftConfig(TrainingArguments):
         self._check_inherited()
         self._check_objective()
         self._check_drift()
-        self._check_draws()
+        self._check_draws_and_powers()
         self._check_encoder()
         self._check_averages()
         self._check_samples()
@@ -214,7 +225,7 @@ class DriftConfig(TrainingArguments):
             _number("temperatures", temperature, above=0)
         self.temperatures = list(self.temperatures)
 
-    def _check_draws(self):
+    def _check_draws_and_powers(self):
         _number("mmd_bandwidth", self.mmd_bandwidth, above=0)
         for name, use in (("mmd_groups", "a baseline"), ("mmd_samples", "a repulsion")):
             _number(name, getattr(self, name), whole=True)
@@ -224,6 +235,9 @@ class DriftConfig(TrainingArguments):
             if isinstance(self.mmd_credit, str):
                 raise ValueError(f"mmd_credit={self.mmd_credit!r} is not known: give 'sequence' or a number of tokens.")
             _number("mmd_credit", self.mmd_credit, at_least=0, whole=True)
+        _number("alpha_power", self.alpha_power, above=0)
+        if self.alpha_window is not None:
+            _number("alpha_window", self.alpha_window, at_least=1, whole=True)
 
     def _check_encoder(self):
         _choice("feature_pooling", self.feature_pooling, POOLINGS)
@@ -231,7 +245,16 @@ class DriftConfig(TrainingArguments):
         _number("encoder_timestep", self.encoder_timestep, at_least=0)
         if self.encoder_timestep > 1:
             raise ValueError(f"encoder_timestep={self.encoder_timestep} is out of range: a time lies in [0, 1].")
-        default = getattr(OBJECTIVES.get(self.objective), "default_layers", (-2, -1))
+        objective = OBJECTIVES.get(self.objective)
+        if objective is not None and not objective.needs_encoder:
+            for name in ENCODER_FIELDS:
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"objective={self.objective!r} has no encoder, so {name}={getattr(self, name)!r} would do "
+                        "nothing: leave it out."
+                    )
+            return
+        default = getattr(objective, "default_layers", (-2, -1))
         if self.feature_layers is None and not callable(default):  # else it depends on the encoder's depth
             self.feature_layers = list(default)
         if self.feature_layers is not None:
