@@ -37,7 +37,12 @@ def tokenizer():
 
 
 def as_text(token_lists) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"text": [" ".join(map(str, ids)) for ids in token_lists]})
+    texts = {"text": [" ".join(map(str, ids)) for ids in token_lists]}
+    return datasets.Dataset.from_dict(texts, features=datasets.Features({"text": datasets.Value("string")}))
+
+
+def stream(text):
+    yield from text
 
 
 # packing
@@ -120,18 +125,27 @@ def test_streamed_blocks_are_the_same_and_resume_exactly(tokenizer):
     assert [row["input_ids"] for row in resumed] == expected[5:]
 
 
-def test_a_corpus_below_one_block_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"2 documents give 3 tokens.*block_size 16.*--wrap false"):
-        pack_documents(as_text([[1, 2], [3]]), tokenizer, 16)
+def test_without_wrap_a_corpus_below_one_block_has_rows(tokenizer):
     padded = pack_documents(as_text([[1, 2], [3]]), tokenizer, 16, wrap=False)
     assert len(padded) == 2
 
 
-def test_a_corpus_without_documents_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="holds no document"):
-        pack_documents(as_text([]), tokenizer, 16)
-    with pytest.raises(ValueError, match="give 0 tokens"):
-        pack_documents(as_text([[], []]), tokenizer, 16, wrap=False)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("documents", "wrap", "message"),
+    [
+        ([], True, "holds no document"),
+        ([[], []], False, "2 documents give 0 tokens"),
+        ([[1, 2], [3]], True, "2 documents give 3 tokens, which do not fill one row of block_size 16.*--wrap false"),
+    ],
+)
+def test_a_corpus_without_a_row_is_refused(tokenizer, documents, wrap, message, streaming):
+    """At once, by the same words, whether it is stored or a stream, which repeated would never end."""
+    text = as_text(documents)
+    if streaming:
+        text = datasets.IterableDataset.from_generator(stream, gen_kwargs={"text": text}, features=text.features)
+    with pytest.raises(ValueError, match=message):
+        pack_documents(text, tokenizer, 16, wrap=wrap)
 
 
 @pytest.mark.parametrize(("bos", "first"), [("7", 7), (None, EOS)])
@@ -163,7 +177,7 @@ def test_token_ids_out_of_range_are_refused(tokenizer):
     with pytest.raises(ValueError, match="run from 1 to 50, but the model knows 0 to 49"):
         pack_documents(documents, tokenizer, 16, vocab_size=50)
     with pytest.raises(ValueError, match="the model knows 0 to 9"):
-        list(pack_documents(documents.to_iterable_dataset(), tokenizer, 16, vocab_size=10))
+        pack_documents(documents.to_iterable_dataset(), tokenizer, 16, vocab_size=10)
     with pytest.raises(ValueError, match="run from -100 to 3"):
         check_blocks(datasets.Dataset.from_dict({"input_ids": [[0, 3], [2, -100]]}), 50)
 

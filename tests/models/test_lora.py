@@ -203,6 +203,11 @@ def test_others_load_adapters_and_merged_models_offline(tmp_path):
     trainer.model.eval()
     save_file({"logits": trainer.model(**INPUTS).logits.detach()}, tmp_path / "expected.safetensors")
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    user = peft.LoraConfig(r=2, target_modules=["attn_qkv"], init_lora_weights=False)
+    own = make_trainer(tmp_path / "own", model=load_model(str(tmp_path / "base")), arguments={"peft_config": user})
+    own.save_model()
+    assert user.task_type is None, "the user's own configuration is left alone"
+    save_file({"logits": own.model.eval()(**INPUTS).logits.detach()}, tmp_path / "own.safetensors")
     shutil.copytree(tmp_path / "run", tmp_path / "orphan")
     (tmp_path / "orphan/adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
@@ -215,6 +220,8 @@ def test_others_load_adapters_and_merged_models_offline(tmp_path):
         inputs = {{"input_ids": torch.arange(16)[None], "timesteps": torch.tensor([0.5])}}
         expected = load_file(folder + "/expected.safetensors")["logits"]
         auto = AutoPeftModelForFeatureExtraction.from_pretrained(folder + "/run", trust_remote_code=True)
+        own = AutoPeftModelForFeatureExtraction.from_pretrained(folder + "/own", trust_remote_code=True)
+        assert torch.equal(own.eval()(**inputs).logits, load_file(folder + "/own.safetensors")["logits"])
         base = AutoModel.from_pretrained(folder + "/base", trust_remote_code=True)
         assert not torch.allclose(base(**inputs).logits, expected)
         by_hand = PeftModel.from_pretrained(base, folder + "/run")

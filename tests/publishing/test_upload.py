@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from conftest import run_python
@@ -10,6 +12,7 @@ from fakehub import FakeHub
 
 from tokendrift_hf import GenPPL
 
+ROOT = Path(__file__).resolve().parents[2]
 CODE = {"modeling_tokendrift.py", "configuration_tokendrift.py", "generation_tokendrift.py", "process_tokendrift.py"}
 
 TRAINERS = """
@@ -148,16 +151,16 @@ def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tm
 
 
 def test_metric_as_a_space(text_files, tmp_path):
-    """Pushed once, `evaluate.load("owner/name")` scores text where this package is not installed."""
+    """Pushed by the guide's line, `evaluate.load("owner/name")` scores text where this package is not installed."""
     text = "Return the name of the object and its size."
     with FakeHub() as hub:
-        push = """
-            from tokendrift_hf.publishing.upload import publish_metric
-            publish_metric("tester/gen_ppl")
-        """
-        run_python(push, tmp_path / "push", isolated=False, **hub.environment)
+        guide = (ROOT / "recipes/README.md").read_text(encoding="utf-8")
+        (line,) = re.findall(r"^hf upload .*$", guide, flags=re.MULTILINE)
+        words = line.replace("me/", "tester/").replace("tokendrift_hf/", f"{ROOT}/tokendrift_hf/").split()[1:]
+        call = f"import sys; sys.argv = ['hf', *{words}]; from huggingface_hub.cli.hf import main; main()"
+        run_python(call, tmp_path / "push", isolated=False, **hub.environment)
         files = hub.repos["tester/gen_ppl"]
-        assert {"gen_ppl.py", "README.md"} <= set(files) and b"sdk: static" in files["README.md"]
+        assert set(files) == {"gen_ppl.py", "README.md"} and b"sdk: static" in files["README.md"]
         load = f"""
             import evaluate
             record = evaluate.load("tester/gen_ppl").compute(

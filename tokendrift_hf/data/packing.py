@@ -57,8 +57,6 @@ def pack_documents(
     if block_size < 3:
         raise ValueError(f"block_size is {block_size}; a row holds bos, eos and at least one token, so give 3 or more.")
     row_ends(tokenizer)
-    if isinstance(documents, datasets.Dataset) and len(documents) == 0:
-        raise ValueError("the corpus holds no document; check the path, the split and the filters.")
     options = {
         "documents": documents.select_columns(["text"]),
         "tokenizer": tokenizer,
@@ -70,17 +68,15 @@ def pack_documents(
     features = datasets.Features({"input_ids": ids} if wrap else {"input_ids": ids, "attention_mask": ids})
     if isinstance(documents, datasets.IterableDataset):
         options["vocab_size"] = vocab_size
-        return datasets.IterableDataset.from_generator(_rows, gen_kwargs=options, features=features)
+        stream = datasets.IterableDataset.from_generator(_rows, gen_kwargs=options, features=features)
+        if next(iter(stream), None) is None:  # looked at now: repeated for ever, it would be read for ever
+            _refuse_short(documents, tokenizer, block_size)
+        return stream
     try:
         blocks = datasets.Dataset.from_generator(_rows, gen_kwargs=options, features=features)
-    except ValueError as error:  # `datasets` says "corresponds to no data" when no row came
-        tokens = sum(len(ids) for ids in _token_lists(documents, tokenizer))
-        if tokens >= block_size:
-            raise
-        raise ValueError(
-            f"{len(documents)} documents give {tokens} tokens, which do not fill one row of block_size {block_size}; "
-            "give more text, a smaller block_size, or wrap: false (--wrap false), which pads a document to a row."
-        ) from error
+    except ValueError:  # `datasets` says "corresponds to no data" when no row came
+        _refuse_short(documents, tokenizer, block_size)
+        raise
     if vocab_size is not None:
         check_blocks(blocks, vocab_size)
     logger.info("%d rows of %d tokens", len(blocks), block_size)
@@ -146,6 +142,19 @@ def check_blocks(blocks: datasets.Dataset, vocab_size: int) -> None:
         extremes = pc.min_max(pc.list_flatten(chunk["input_ids"]))
         if extremes["min"].is_valid:
             check_token_ids(extremes["min"].as_py(), extremes["max"].as_py(), vocab_size)
+
+
+def _refuse_short(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
+    """Raise ValueError if the documents fill no row."""
+    lengths = [len(ids) for ids in _token_lists(documents, tokenizer)]
+    if not lengths:
+        raise ValueError("The corpus holds no document. Check the path, the split and the filters.")
+    if sum(lengths) < block_size:
+        raise ValueError(
+            f"{len(lengths)} documents give {sum(lengths)} tokens, which do not fill one row of block_size "
+            f"{block_size}. Give more text, a smaller block_size, or wrap: false (--wrap false), which pads a document "
+            "to a row."
+        )
 
 
 def _token_lists(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
+TASK = "FEATURE_EXTRACTION"  # CAUSAL_LM asks for methods that no diffusion model has
 
 # Patterns that match the whole name of a module. Plain names would not do: "mlp.0" is also part of the time embedding
 # (sigma_map), which, like the adaLN modulation, stays as it is: refinement does not change what a time means.
@@ -46,8 +47,7 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
         raise ValueError("LoRA needs peft: pip install 'tokendrift-hf[peft]'.") from error
     if targets not in TARGETS:
         raise ValueError(f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}.")
-    # Without a task type AutoPeftModel refuses the adapter; CAUSAL_LM asks for methods that no diffusion model has.
-    fields = {"task_type": "FEATURE_EXTRACTION", "target_modules": TARGETS[targets]}
+    fields = {"task_type": TASK, "target_modules": TARGETS[targets]}
     try:
         return LoraConfig(r=r, lora_alpha=alpha, **fields | options)
     except TypeError as error:
@@ -67,9 +67,9 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """
     from peft import get_peft_model
 
+    peft_config = copy.deepcopy(peft_config)
     which = {pattern: name for name, pattern in TARGETS.items()}.get(str(peft_config.target_modules))
     if which is not None and hasattr(model, "linear_layers"):  # another family has other names for these layers
-        peft_config = copy.copy(peft_config)
         peft_config.target_modules = set(model.linear_layers(which))
     revision = peft_config.revision or getattr(model.config, "_commit_hash", None)
     wrapped = get_peft_model(model, peft_config, revision=revision)
@@ -77,6 +77,7 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
         name = config.base_model_name_or_path
         if name and Path(name).is_dir():
             config.base_model_name_or_path = os.path.abspath(name)
+    set_task_type(wrapped)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head.weight is embedding.weight and (hasattr(head, "base_layer") or hasattr(embedding, "base_layer")):
         raise ValueError(
@@ -84,6 +85,15 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
             "would change both. Leave the head out, or use targets: attention or linear, which do."
         )
     return wrapped
+
+
+def set_task_type(model: PeftModel) -> None:
+    """Give adapters without a task the one under which `AutoPeftModelForFeatureExtraction` loads them.
+
+    Without a task peft notes this package as the one to import, and then refuses to import it.
+    """
+    for config in model.peft_config.values():
+        config.task_type = config.task_type or TASK
 
 
 def hide_local_base(model) -> None:

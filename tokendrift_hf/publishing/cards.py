@@ -185,7 +185,6 @@ class Card:
             optional["eval_results"] = [result for row in self.results for result in self._eval_results(row)]
         return ModelCardData(
             library_name="peft" if self.kind == "lora" else "transformers",
-            pipeline_tag="text-generation",
             tags=tags,
             **optional,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import as_file, files
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -30,21 +29,3 @@ def publish(folder: Path, args: TrainingArguments) -> str:
         commit_message="Refined model, with its results",
     )
     return str(repo)
-
-
-def publish_metric(repo_id: str, *, private: bool | None = None) -> str:
-    """Upload Gen.-PPL as a Space, so that `evaluate.load(repo_id)` works where this package is not installed.
-
-    Returns its address.
-    """
-    api = HfApi()
-    space = api.create_repo(repo_id, repo_type="space", space_sdk="static", private=private, exist_ok=True)
-    with as_file(files("tokendrift_hf") / "metrics" / "gen_ppl") as folder:
-        api.upload_folder(
-            repo_id=space.repo_id,
-            repo_type="space",
-            folder_path=folder,
-            allow_patterns=["README.md", "gen_ppl.py"],
-            commit_message="Gen.-PPL",
-        )
-    return str(space)

@@ -18,7 +18,7 @@ from ..hub.process_tokendrift import stratified_times
 from ..models.compiled import uncompiled
 from ..models.digest import weights_digest
 from ..models.loading import load_encoder
-from ..models.lora import add_adapters, base_of, hide_local_base
+from ..models.lora import add_adapters, base_of, hide_local_base, set_task_type
 from ..objective.corruption import CorruptedBatch, corrupt, positions, row_nelbo
 from ..objective.encoder import FrozenEncoder
 from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
@@ -85,6 +85,8 @@ class DriftTrainer(ResumableTrainer):
         if peft_config is not None:
             set_seed(args.seed)  # adapters start at random, and before the Trainer sets it
             model = add_adapters(model, peft_config)
+        elif base is not model:
+            set_task_type(model)
         # After: "base" is the model with its adapters off, and an encoder must not be the model that is trained.
         if encoder is not None:
             self.encoder = _frozen_encoder(encoder, model, args, base_features)
