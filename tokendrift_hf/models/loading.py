@@ -95,9 +95,14 @@ def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
         config, _ = PreTrainedConfig.get_config_dict(name)
         if config.get("model_type") in CLASSES:
             return load_model(str(name))
-        return _with_weights(AutoModel.from_pretrained, str(name), dtype=torch.float32)
+        return _with_weights(AutoModel.from_pretrained, str(name), dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "This one comes with code of its own, which is never run here. Take another, or load it yourself and "
+                "pass the model as encoder= of DriftTrainer."
+            )
         raise ValueError(
             f"The encoder {str(name)!r} cannot be loaded. It is 'base' with LoRA, or a directory or hub id "
             f"of a model with the same tokenizer. {reason}"
@@ -117,6 +122,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"The tokenizer {name!r} comes with code of its own, which is not run unasked. Read it, then set "
+                "trust_remote_code: true (--trust-remote-code), or name another with the field or flag tokenizer."
+            ) from error
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.

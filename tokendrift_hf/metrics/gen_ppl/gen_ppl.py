@@ -126,10 +126,19 @@ class Judge:
         """Load a judge for scoring; the arguments are those of `GenPPL`."""
         try:
             if tokenizer is None or isinstance(tokenizer, str):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer or model_id, revision=revision)
-            model = transformers.AutoModelForCausalLM.from_pretrained(model_id, revision=revision, dtype=dtype)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    tokenizer or model_id, revision=revision, trust_remote_code=False
+                )
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                model_id, revision=revision, dtype=dtype, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]  # what follows is a list of some hundred architectures
+            if "trust_remote_code" in str(error):
+                reason = (
+                    "It comes with code of its own, which is never run here. Take another judge, or load this one "
+                    "yourself and pass it as `model` and `model_tokenizer` of GenPPL."
+                )
             raise ValueError(
                 f"The judge {model_id!r} cannot be loaded. It takes an autoregressive model of transformers, and its "
                 f"tokenizer beside it or in `model_tokenizer`. {reason}"
@@ -565,7 +574,7 @@ class GenPPL(evaluate.Metric):
         tokenizer = settings["tokenizer"]
         max_length = settings["max_length"] or judge.window
         if isinstance(tokenizer, str):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
 
         texts, judge_rows, own_rows, num_left_out = tokenize(list(predictions), judge, tokenizer)
         cut_rows = [row[:max_length] for row in judge_rows]
