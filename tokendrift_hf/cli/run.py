@@ -26,7 +26,7 @@ from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
 from ..publishing.upload import publish
-from ..training.drift_config import DriftConfig, recorded_settings
+from ..training.drift_config import DriftConfig, recorded_settings, without_secrets
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
 from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
@@ -54,7 +54,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
     with locked_by_first(run.folder):  # nothing has been written so far
-        results = {"recipe": asdict(recipe), "arguments": run.arguments, "training": {}}
+        results = {"recipe": asdict(recipe), "arguments": without_secrets(run.arguments), "training": {}}
         for training in run.trainings:
             results["training"][training.label] = run.train_or_resume(training, resume=resume)
         results["seconds_training"] = time.perf_counter() - start

@@ -5,7 +5,6 @@ Everything that overrides private methods of transformers' Trainer for the sake 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -22,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE
 
+from ..files import read_json, write_json
 from ..lock import locked_by_first
 from ..models.adaptation import ADAPTATION
 from ..models.lora import hide_local_base
-from .drift_config import published_args, recorded_settings
+from .drift_config import recorded_settings, shown_to_others
 from .ema import EMACallback, WeightEMA
 from .epoch_sampler import EpochSampler
 from .gather import sum_over_processes
@@ -318,6 +318,10 @@ class ResumableTrainer(Trainer):
             temporarily(self.args, save_total_limit=None, push_to_hub=False),
         ):
             super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                # Where the best checkpoint lies follows from its step, so the folder of this machine stays out.
+                state = read_json(folder / TRAINER_STATE)
+                write_json(folder / TRAINER_STATE, state | {"best_model_checkpoint": None})
             if self.args.should_save and resumable:
                 write_manifest(folder, self._record())
         if self.args.push_to_hub:
@@ -347,15 +351,12 @@ class ResumableTrainer(Trainer):
         # FSDP2 puts a class of torch's in front of the model's own; its code must not travel with the weights.
         self.model.__class__ = next(c for c in sharded.__mro__ if not issubclass(c, FSDPModule))
         try:
-            super()._save(output_dir, state_dict)
+            with shown_to_others(), temporarily(self.args, **self._held_back):
+                super()._save(output_dir, state_dict)
         finally:
             self.model.__class__ = sharded
         if self.args.should_save:
-            folder = output_dir or self.args.output_dir
-            args = copy.copy(self.args)
-            vars(args).update(self._held_back)
-            torch.save(published_args(args), Path(folder, TRAINING_ARGS_NAME))
-            self.write_card(folder)
+            self.write_card(output_dir or self.args.output_dir)
 
     def _save_rng_state(self, output_dir):
         # The last of the Trainer's own files before trainer_state.json, written on every process and backend.
@@ -373,7 +374,8 @@ class ResumableTrainer(Trainer):
             for pattern in ("*_tokendrift.py", "README.md", ADAPTATION):
                 for path in Path(checkpoint_folder).glob(pattern):
                     shutil.copy(path, self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
+        with shown_to_others():  # the Trainer pickles the arguments once more
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write the card of this run instead of the Trainer's draft, whose arguments have no effect."""
@@ -395,6 +397,12 @@ class ResumableTrainer(Trainer):
             rank = self.args.process_index
             self.load_extra_state(state | {name: _read(checkpoint, f"{name}_{rank}") for name in self.process_state()})
             self._load_ema(checkpoint)
+
+    def _load_callback_state(self):
+        # Called once the state of the run has been read.
+        super()._load_callback_state()
+        best = Path(self._get_output_dir(None), f"checkpoint-{self.state.best_global_step}")
+        self.state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def _load_ema(self, checkpoint: str | os.PathLike) -> None:
         """The averages; of a checkpoint written without them, they begin at its weights."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -50,6 +52,9 @@ def _number(name: str, value, *, at_least=None, above=None, whole=False) -> None
     if low or not math.isfinite(value):
         needed = f"at least {at_least}" if at_least is not None else f"above {above}"
         raise ValueError(f"{name}={value} is out of range: it must be {needed}.")
+
+
+_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 
 @dataclass
@@ -173,6 +178,14 @@ class DriftConfig(TrainingArguments):
     ema_decay: float | None = field(
         default=None, metadata={"help": "Decay of a float32 moving average of the weights, e.g. 0.999; null: none."}
     )
+
+    def __getstate__(self) -> dict:
+        state = dict(vars(self))
+        if not _SHOWN.get():
+            return state
+        secret = state.keys() - without_secrets(state).keys()
+        paths = {name: Path(x).name for name, x in state.items() if isinstance(x, str) and os.path.isabs(x)}
+        return state | dict.fromkeys(secret) | paths
 
     def __post_init__(self):
         super().__post_init__()
@@ -303,15 +316,19 @@ def hyperparameters(args: DriftConfig) -> dict:
     return {name: getattr(args, name) for name in (*own_fields(), *OPTIMISATION)}
 
 
-def published_args(args: DriftConfig) -> DriftConfig:
-    """A copy that may be shown to others: no token, and of a path of this machine its last part alone."""
-    shown = copy.copy(args)
-    for name, value in vars(args).items():
-        if "token" in name and isinstance(value, str) and not name.startswith("include"):
-            setattr(shown, name, None)
-        elif isinstance(value, str) and os.path.isabs(value):
-            setattr(shown, name, Path(value).name)
-    return shown
+@contextmanager
+def shown_to_others() -> Iterator[None]:
+    """Inside, a pickled `DriftConfig` holds no token, and of a path of this machine its last part alone."""
+    before = _SHOWN.set(True)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(before)
+
+
+def without_secrets(values: dict) -> dict:
+    """Arguments by name, without the tokens among them."""
+    return {name: value for name, value in values.items() if not name.endswith("_token")}
 
 
 def recorded_settings(args: DriftConfig, num_processes: int) -> dict:
