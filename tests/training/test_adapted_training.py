@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import double_loop
-from stand_ins import CLS, MASK, SEP, SPECIAL, V, masked_lm, text_rows, tiny_tokenizer
+from stand_ins import CLS, MASK, SEP, SPECIAL, V, masked_lm, text_rows, tiny_config, tiny_tokenizer
 from toys import CHECKPOINTING, assert_same, logged, make_trainer, queues_of, weights_of
-from transformers import BertForMaskedLM, Trainer
+from transformers import BertForMaskedLM, Qwen3ForCausalLM, Trainer
 
 from tokendrift_hf import DriftTrainer, as_diffusion
 from tokendrift_hf.models.adaptation import ADAPTATION
@@ -256,3 +256,38 @@ def test_a_plain_trainer_continues_an_adapted_model(tmp_path):
     trainer = Trainer(model, arguments, DiffusionCollator(model.process), train_dataset=text_rows(8))
     assert trainer.train().training_loss > 0
     assert isinstance(trainer, Trainer) and not isinstance(trainer, DriftTrainer)
+
+
+def topics(count: int, seed: int) -> list[dict]:
+    """Rows of 12 tokens of one of four topics with five words each: 1.61 nats a token for whoever knows the topic."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(5, (count, 12), generator=generator)
+    topic = torch.randint(4, (count, 1), generator=generator)
+    return [{"input_ids": row.tolist()} for row in words + 5 * topic]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "qwen3"])
+def test_a_fresh_model_learns_and_then_refines(model_type, tmp_path):
+    """From 3.2 nats a token, which is knowing nothing, to below 2; MDLM of this size comes to 1.8 in as many steps."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if model_type == "bert":
+        model = BertForMaskedLM(tiny_config("bert", **size, intermediate_size=128, **NO_DROPOUT))
+    else:
+        size |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 85, "is_causal": False}
+        model = Qwen3ForCausalLM(tiny_config("qwen3", **size))
+    model = as_diffusion(model, mask_token_id=V - 1)
+    fields = {"optim": "adamw_torch", "per_device_train_batch_size": 16, "logging_steps": 40}
+    arguments = {"eval_dataset": topics(64, seed=1)}
+
+    def continued(**more):
+        trainer = trainer_of(tmp_path, model, topics(256, seed=0), arguments=arguments, **fields | more)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return before, trainer.evaluate()["eval_loss"]
+
+    start, learned = continued(objective="none", learning_rate=3e-3, max_steps=160, warmup_steps=10)
+    assert start == pytest.approx(3.2, abs=0.05)
+    assert learned < 2.0
+    _, refined = continued(learning_rate=3e-5, max_steps=5, base_loss_weight=0.1, queue_size=64)
+    assert refined == pytest.approx(learned, abs=0.05)
