@@ -15,7 +15,10 @@ from tokendrift_hf import GenPPL
 ROOT = Path(__file__).resolve().parents[2]
 CODE = {"modeling_tokendrift.py", "configuration_tokendrift.py", "generation_tokendrift.py", "process_tokendrift.py"}
 
+TOKEN = "hf_CANARYcanaryCANARY"
+
 TRAINERS = """
+    import os
     import torch
     torch.set_num_threads(1)
     from safetensors.torch import save_file
@@ -27,22 +30,26 @@ TRAINERS = """
     inputs = {"input_ids": torch.arange(16)[None], "timesteps": torch.tensor([0.5])}
     MDLMForMaskedLM.from_pretrained(BASE).push_to_hub("tester/base")
 
+    rows = [{"input_ids": list(range(i, i + 8))} for i in range(8)]
+    best = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+
     def trained(name, base, lora=None, **fields):
         args = DriftConfig(
-            output_dir=name, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=2, save_steps=1,
+            output_dir=os.path.abspath(name), hub_token=TOKEN, max_steps=2, save_steps=1,
+            use_cpu=True, report_to="none", disable_tqdm=True,
             per_device_train_batch_size=2, queue_size=4, hub_model_id="tester/" + name, hub_always_push=True,
             dataloader_pin_memory=False, **fields,
         )
         trainer = DriftTrainer(
             model=MDLMForMaskedLM.from_pretrained(base), args=args, processing_class=tokenizer,
-            train_dataset=[{"input_ids": list(range(i, i + 8))} for i in range(8)], peft_config=lora,
+            train_dataset=rows, eval_dataset=rows[:2], peft_config=lora,
         )
         trainer.train()
         trainer._finish_current_push()
         return trainer
 
     for name in ("every_save", "checkpoint"):
-        trainer = trained(name, BASE, push_to_hub=True, hub_strategy=name)
+        trainer = trained(name, BASE, push_to_hub=True, hub_strategy=name, **best)
         trainer.model.eval()
         save_file({"logits": trainer.model(**inputs).logits.detach()}, name + ".expected")
     trainer = trained("lora", "tester/base", lora_config(r=2))
@@ -74,10 +81,20 @@ PULL = """
 """
 
 
-def test_trainers_push_code_and_card_and_others_load_them(text_files, tmp_path):
+def assert_nothing_of_this_machine(hub: FakeHub, folder: Path) -> None:
+    """No byte of any file on the hub tells the token, the home, or where anything lay: all are below one folder."""
+    for repo, files in hub.repos.items():
+        for path, content in files.items():
+            for secret in (TOKEN, str(folder)):
+                assert secret.encode() not in content, f"{repo}/{path} holds {secret}"
+
+
+def test_trainers_push_code_and_card_and_others_load_them(text_files, tmp_path, tmp_path_factory):
     with FakeHub() as hub:
-        base = f"    BASE = {str(text_files / 'base')!r}\n"
-        run_python(base + TRAINERS, tmp_path / "push", isolated=False, **hub.environment)
+        given = f"    BASE = {str(text_files / 'base')!r}\n    TOKEN = {TOKEN!r}\n"
+        home = {"HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        run_python(given + TRAINERS, tmp_path / "push", isolated=False, **hub.environment | home)
+        assert_nothing_of_this_machine(hub, tmp_path_factory.getbasetemp())
         for name in ("every_save", "checkpoint"):
             files = hub.repos[f"tester/{name}"]
             assert CODE | {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
@@ -94,9 +111,7 @@ def test_trainers_push_code_and_card_and_others_load_them(text_files, tmp_path):
         card = adapters["README.md"].decode()
         assert "base_model: tester/base" in card and config["revision"] in card
         assert "model.safetensors" not in adapters and len(adapters["adapter_model.safetensors"]) < 10_000
-        for path, content in hub.repos["tester/lora-local"].items():
-            if path.endswith((".json", ".md")):
-                assert str(text_files) not in content.decode(), f"{path} tells where the base lies"
+        assert hub.repos["tester/lora-local"]
         run_python(f"    PUSHED = {str(tmp_path / 'push')!r} + '/'\n" + PULL, tmp_path / "pull", **hub.environment)
 
 
@@ -122,7 +137,7 @@ hub_strategy: end
     [("", CODE | {"model.safetensors"}), ("lora: {r: 2}", {"adapter_config.json", "adapter_model.safetensors"})],
     ids=["full", "lora"],
 )
-def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tmp_path):
+def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tmp_path, tmp_path_factory):
     """--dry-run names every file that the push then uploads, and touches neither the disk nor the hub."""
     (text_files / "push.yaml").write_text(RECIPE + lora)
     code = f"""
@@ -130,6 +145,7 @@ def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tm
         torch.set_num_threads(1)
         from tokendrift_hf.cli import main
         call = ["train", {str(text_files / "push.yaml")!r}, "--output_dir", "out", "--push_to_hub"]
+        call += ["--hub_token", {TOKEN!r}]
         assert main([*call, "--dry-run"]) == 0
         assert not os.path.exists("out")
         print("=====")
@@ -146,8 +162,7 @@ def test_command_line_rehearses_a_push_and_pushes(lora, promised, text_files, tm
     assert promised <= listed and set(files) - listed == {"training.json"} and listed <= set(files)
     card = files["README.md"].decode()
     assert "name: Gen.-PPL at 2 steps" in card and "judge: a local model named judge" in card
-    for name, content in files.items():
-        assert str(text_files).encode() not in content, f"{name} tells where the base lies"
+    assert_nothing_of_this_machine(hub, tmp_path_factory.getbasetemp())
 
 
 def test_metric_as_a_space(text_files, tmp_path):
