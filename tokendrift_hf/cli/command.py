@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         _register()
         return options.run(options)
     except (ValueError, OSError, ImportError) as error:
-        print(f"tokendrift {options.task}: {error}", file=sys.stderr)
+        print(f"tokendrift {options.task}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"tokendrift {options.task}: interrupted", file=sys.stderr)

@@ -1,0 +1,273 @@
+"""Nonsense in recipes and on the command line: status 2 and one line that says what is wrong, before any work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokendrift_hf.cli import main
+from tokendrift_hf.cli.plan import plan_trainings
+from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.cli.train import field_flags
+
+# Lines of a recipe beside its model, and what the message has to name.
+RECIPES = [
+    # no YAML, or YAML that holds something else than fields
+    ("[", "not valid YAML"),
+    ("{", "not valid YAML"),
+    ("a: b: c", "not valid YAML"),
+    ("\tmax_steps: 3", "not valid YAML"),
+    ("max_steps: 1\nmax_steps: 2", "max_steps is there twice"),
+    ("lora: {r: 2, r: 4}", "r is there twice"),
+    ("lora: &a {r: *a}", "not valid YAML"),
+    ("temperatures: &a [0.1, *a]", "not valid YAML"),
+    (
+        "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 10)}]\n" for x, y in zip("abcd", "bcde", strict=True)),
+        "more than 10,000",
+    ),
+    ("learning_rate: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ("run_name: 2026-99-99", "not valid YAML"),
+    ("seed: " + "9" * 5000, "not valid YAML"),
+    ("? [a, b]\n: 1", "not valid YAML"),
+    ("? {a: 1}\n: 1", "not valid YAML"),
+    ("max_steps: *nothing", "not valid YAML"),
+    ("lora: " + "[" * 3000, "not valid YAML"),
+    # names
+    ("1: 2", "no field 1"),
+    ("null: 2", "no field None"),
+    ("true: 2", "no field True"),
+    ("Max_steps: 3", "no field 'Max_steps'. Did you mean max_steps"),
+    ("learning_rte: 3", "Did you mean learning_rate"),
+    ("sampling: {num_steps: [4]}", "no field 'sampling'"),
+    ("batch_size: 4", "no field 'batch_size'"),
+    ("dtype: float32", "no field 'dtype'"),
+    ("continuation: true", "Write instead: trainings"),
+    ("full_refinement: {}", "Write instead: trainings"),
+    # types
+    ("max_steps: many", "max_steps must be int, but it is 'many'"),
+    ("max_steps: 2.5", "max_steps must be int"),
+    ("max_steps: true", "max_steps must be int"),
+    ("max_steps: null", "max_steps must be int"),
+    ("max_steps: [3]", "max_steps must be int"),
+    ("learning_rate: fast", "learning_rate must be float"),
+    ("learning_rate: {}", "learning_rate must be float"),
+    ("learning_rate: .nan", "not a number"),
+    ("temperatures: [.nan]", "not a number"),
+    ("temperatures: 0.1", "temperatures must be list"),
+    ("temperatures: [a]", "temperatures must be list"),
+    ("gather_features: perhaps", "gather_features must be bool"),
+    ("gather_features: 1", "gather_features must be bool"),
+    ("bf16: 1", "bf16 must be bool | auto"),
+    ("wrap: 0", "wrap must be bool"),
+    ("lora: 8", "lora must be dict"),
+    ("lora: [r]", "lora must be dict"),
+    ("block_size: long", "block_size must be int"),
+    ("dataset: 3", "dataset must be str"),
+    ("dataset: null", "dataset must be str"),
+    ("judge: [gpt2]", "judge must be str"),
+    ("revision: 1234567", "revision must be str"),
+    ("num_steps: 4", "num_steps must be list"),
+    ("num_steps: [4, eight]", "num_steps must be list"),
+    ("sampling_temperatures: {a: 1}", "sampling_temperatures must be list"),
+    ("match_entropy: 3", "match_entropy must be"),
+    ("trainings: [a]", "trainings must be"),
+    ("trainings: {a: 3}", "Write 'label"),
+    ("trainings: {3: {}}", "Write 'label"),
+    # ranges
+    ("num_steps: []", "one or more"),
+    ("num_steps: [0]", "whole numbers of at least 1"),
+    ("num_steps: [4, 4]", "there twice"),
+    ("num_samples: 0", "num_samples=0"),
+    ("num_samples: -3", "num_samples=-3"),
+    ("num_seeds: -1", "num_seeds=-1"),
+    ("sampling_batch_size: 0", "sampling_batch_size=0"),
+    ("sampling_temperatures: [-1]", "at least 0"),
+    ("sampling_temperatures: [.inf]", "finite"),
+    ("sampling_dtype: float8", "sampling_dtype='float8'"),
+    ("dropout: 1", "dropout=1"),
+    ("dropout: -0.1", "dropout=-0.1"),
+    ("block_size: 3", "block_size=3"),
+    ("block_size: -16", "block_size=-16"),
+    ("global_batch_size: 0", "global_batch_size=0"),
+    ("global_batch_size: -8", "global_batch_size=-8"),
+    ("model_dtype: int8", "model_dtype='int8'"),
+    ("judge: x\nsampling_temperatures: [0.5]", "Add 1 to them"),
+    ("streaming: true\nvalidation_split: train", "training text only"),
+    # settings of the training
+    ("objective: magic", "objective='magic'"),
+    ("objective: none", "leaves nothing to train on"),
+    ("learning_rate: -1", "learning_rate=-1"),
+    ("learning_rate: .inf", "learning_rate=inf"),
+    ("queue_size: -1", "queue_size=-1"),
+    ("temperatures: []", "temperatures"),
+    ("temperatures: [0]", "temperatures=0"),
+    ("ema_decay: 1", "ema_decay=1"),
+    ("max_steps: 0", "max_steps=0"),
+    ("encoder_timestep: 2", "encoder_timestep=2"),
+    ("feature_layers: []", "feature_layers"),
+    ("drift_kernel: round", "drift_kernel='round'"),
+    ("encoder_input: loud", "encoder_input='loud'"),
+    ("feature_pooling: none", "feature_pooling='none'"),
+    ("attraction: 0\nrepulsion: 0", "attraction=0 and repulsion=0"),
+    ("gen_ppl_judge: x", "gen_ppl_judge needs samples"),
+    ("lr_scheduler_type: sideways", "sideways"),
+    ("optim: descent", "descent"),
+    ("save_strategy: sometimes", "sometimes"),
+    # the trainings of a run
+    ("trainings: {}", "has no training"),
+    ("trainings: {base: {}}", "cannot be called 'base'"),
+    ("trainings: {a: {max_steps: many}}", "training 'a': max_steps must be int"),
+    ("trainings: {a: {dataset: x}}", "no field 'dataset' of one training"),
+    ("trainings: {a: {output_dir: x}}", "a matter of the whole run"),
+    ("trainings: {a: {hub_token: x}}", "a matter of the whole run"),
+    ("trainings: {a: {}, cells: {}}", "where something else lies"),
+    ("encoder: base", "there is no lora"),
+    ("lora: {targets: everything}", "targets='everything'"),
+    ("push_to_hub: true", "push_to_hub needs the name"),
+    ("global_batch_size: 8\ngradient_accumulation_steps: 2", "two ways to say one thing"),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), RECIPES, ids=lambda value: value[:40])
+def test_a_bad_recipe_is_refused(lines, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: x\n{lines}")
+    with pytest.raises(ValueError, match=message):
+        plan_trainings(*_on_a_cpu(*read_recipe(path, {})), tmp_path / "out")
+
+
+def _on_a_cpu(recipe, arguments):
+    return recipe, arguments | {"use_cpu": True, "report_to": "none"}
+
+
+COMMANDS = [
+    ([], "required: COMMAND"),
+    (["fly"], "invalid choice: 'fly'"),
+    (["train"], "required: RECIPE"),
+    (["train", "nowhere.yaml"], "There is no recipe nowhere.yaml"),
+    (["train", "."], "There is no recipe"),
+    (["train", "{recipe}", "--max_steps"], "--max_steps needs a value"),
+    (["train", "{recipe}", "--max_steps", "many"], "max_steps must be int"),
+    (["train", "{recipe}", "--max_steps", "1", "2"], "max_steps must be int"),
+    (["train", "{recipe}", "--lora", "{{r: 4"], "--lora is not valid YAML"),
+    (["train", "{recipe}", "--learning_rate", "nan"], "learning_rate"),
+    (["train", "{recipe}", "--learning_rate", ".nan"], "not a number"),
+    (["train", "{recipe}", "--model"], "--model needs a value"),
+    (["train", "{recipe}", "--speed", "9"], "no field 'speed'"),
+    (["train", "{recipe}", "stray"], "unexpected argument 'stray'"),
+    (["train", "{recipe}", "--output_dir", "{recipe}"], "is a file"),
+    (["train", "{recipe}", "--num_samples", "-1"], "num_samples=-1"),
+    (["generate"], "required: model"),
+    (["generate", "{here}"], "no config.json|There is no model"),
+    (["generate", "nowhere"], "There is no model 'nowhere'"),
+    (["generate", "{base}", "--num_samples", "0"], "0: it must be at least 1"),
+    (["generate", "{base}", "--num_samples", "two"], "invalid int value: 'two'"),
+    (["generate", "{base}", "--num_steps", "0"], "num_steps"),
+    (["generate", "{base}", "--temperature", "-1"], "temperature"),
+    (["generate", "{base}", "--temperature", "nan"], "temperature"),
+    (["generate", "{base}", "--top_p", "2"], "top_p"),
+    (["generate", "{base}", "--top_k", "-2"], "top_k"),
+    (["generate", "{base}", "--sampler", "magic"], "magic"),
+    (["generate", "{base}", "--seed", "-1"], "seed=-1"),
+    (["generate", "{base}", "--stride", "-1"], "stride"),
+    (["generate", "{base}", "--max_new_tokens", "0"], "max_new_tokens"),
+    (["generate", "{base}", "--output", "{recipe}"], "nothing is overwritten"),
+    (["generate", "{base}", "--watch", "--num_samples", "2"], "--watch shows one text"),
+    (["evaluate"], "required: MODEL"),
+    (["evaluate", "{base}", "{base}"], "LABEL=MODEL"),
+    (["evaluate", "{base}", "--num_steps", "0"], "num_steps"),
+    (["evaluate", "{base}", "--num_seeds", "0"], "num_seeds=0"),
+    (["evaluate", "{base}", "--num_samples", "1.5"], "invalid int value"),
+    (["evaluate", "{base}", "--sampling_temperatures", "nan"], "finite"),
+    (["evaluate", "{base}", "--sampling_dtype", "int8"], "sampling_dtype='int8'"),
+    (["evaluate", "{base}", "--n_mc", "0"], "n_mc=0"),
+    (["evaluate", "{base}", "--mauve"], "Name it with --text"),
+    (["evaluate", "{base}", "--match_entropy", "other"], "'other' is none of"),
+    (["evaluate", "nowhere"], "There is no model 'nowhere'"),
+    (["convert", "nowhere", "{here}/x"], "nowhere"),
+    (["convert", "{recipe}"], "required: DST"),
+    (["convert", "{recipe}", "{here}/x", "--model", "gpt"], "invalid choice: 'gpt'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), COMMANDS, ids=lambda value: str(value)[:50])
+def test_a_bad_command_line_is_status_2_and_says_why(words, message, text_files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = text_files / "good.yaml"
+    recipe.write_text("model: base\ndataset: corpus.jsonl\nmax_steps: 1\nuse_cpu: true\n")
+    places = {"recipe": recipe, "here": tmp_path, "base": text_files / "base"}
+    try:
+        status = main([word.format(**places) for word in words])
+    except SystemExit as stop:  # of the parser, which shows the usage as well
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2, error
+    assert re.search(message, error.splitlines()[-1]), error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_full_disk_is_status_2_and_one_line(text_files, tmp_path, monkeypatch, capsys):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    call = ["generate", str(text_files / "base"), "--num_steps", "1", "--output", str(tmp_path / "x.jsonl")]
+    assert main(call) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("tokendrift generate: [Errno 28] No space left")
+    assert list(tmp_path.iterdir()) == []
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text("ab: {}[]&*!-#'\"\n\t0.", max_size=8)
+VALUES = st.recursive(
+    SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("ab", max_size=2), x, max_size=2), max_leaves=5
+)
+NAMES = st.sampled_from(
+    "model revision dataset num_steps num_samples sampling_temperatures lora trainings match_entropy bf16 wrap dropout "
+    "learning_rate max_steps temperatures objective queue_size encoder judge block_size seed x".split()
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(fields=st.dictionaries(NAMES, VALUES, max_size=4))
+def test_no_value_of_a_field_ends_in_anything_but_a_clear_refusal(fields, tmp_path_factory):
+    import yaml
+
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_text(yaml.safe_dump({"model": "x"} | fields, allow_unicode=True))
+    _read_or_refuse(path, {})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(text=st.text(max_size=60) | st.text("ab: {}[]&*!<-#'\"\n\t0.1?,|>", max_size=60))
+def test_no_text_ends_in_anything_but_a_clear_refusal(text, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    _read_or_refuse(path, {})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(words=st.lists(NAMES.map("--{}".format) | st.text("ab:{}[]&*!-0.1 ", max_size=6), max_size=6))
+def test_no_flags_end_in_anything_but_a_clear_refusal(words, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_text("model: x")
+    try:
+        flags = field_flags(words)
+    except ValueError:
+        return
+    _read_or_refuse(path, flags)
+
+
+def _read_or_refuse(path, flags):
+    try:
+        recipe, _ = read_recipe(path, flags)
+    except ValueError as error:
+        assert len(str(error)) > 10
+    else:
+        assert isinstance(recipe.model, str)
