@@ -77,11 +77,12 @@ def histogram(model: Stub, n: int = 12000, **settings) -> torch.Tensor:
     return torch.bincount((x * V ** torch.arange(L - 1, -1, -1)).sum(1), minlength=V**L).double()
 
 
-def enumerate_run(model: Stub, laws, truncate=lambda logits: logits) -> torch.Tensor:
+def enumerate_run(model: Stub, laws, truncate=lambda logits: logits, blocks=None) -> torch.Tensor:
     """The exact law of a whole run: the chain over all V^L states.
 
     Args:
         laws: for each step (t, law), where law(p_x0 [S, L, V], x_t [S, L]) gives q(x_s | x_t) [S, L, V].
+        blocks: lists of positions that take these steps one after another, while the others stay. None: all at once.
     """
     V, L = model.process.vocab_size, model.config.max_position_embeddings
     states = torch.tensor(list(itertools.product(range(V), repeat=L)))
@@ -89,14 +90,16 @@ def enumerate_run(model: Stub, laws, truncate=lambda logits: logits) -> torch.Te
         law_of_x = (states == model.process.mask_id).all(1).double()
     else:
         law_of_x = torch.full((len(states),), 1.0 / V**L, dtype=torch.float64)
-    for t, law in laws:
-        logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
-        p = log_probs(model.process, truncate(logits.masked_fill(mask_column(model), -1e6)), states).exp()
-        q = law(p, states)
-        transition = torch.ones(len(states), len(states), dtype=torch.float64)
-        for position in range(L):
-            transition = transition * q[:, position][:, states[:, position]]
-        law_of_x = law_of_x @ transition
+    for block in blocks or [range(L)]:
+        for t, law in laws:
+            logits = model.prediction(states, torch.full((len(states),), t, dtype=torch.float64))
+            p = log_probs(model.process, truncate(logits.masked_fill(mask_column(model), -1e6)), states).exp()
+            q = law(p, states)
+            transition = torch.ones(len(states), len(states), dtype=torch.float64)
+            for position in range(L):
+                stays = (states[:, None, position] == states[None, :, position]).double()
+                transition = transition * (q[:, position][:, states[:, position]] if position in block else stays)
+            law_of_x = law_of_x @ transition
     return law_of_x
 
 

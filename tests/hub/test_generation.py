@@ -525,7 +525,7 @@ def test_settings_survive_saving_and_loading(kind, tmp_path):
     values |= {"psi_fractions": [0.2, 0.3], "temperature": 0.9, "top_k": 5, "top_p": 0.95, "noise_removal": "greedy"}
     values |= {"time_grid": "cosine", "precision": "float32", "stride": 4, "trim_eos": True, "eos_token_id": [1, 2]}
     values |= {"pad_token_id": 0, "bos_token_id": 1, "max_new_tokens": 20, "return_dict_in_generate": True}
-    values |= {"output_history": True, "suppress_tokens": [3, 4]}
+    values |= {"output_history": True, "suppress_tokens": [3, 4]} | ({"block_length": 3} if kind == "mdlm" else {})
     for name, value in values.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(tmp_path)
@@ -533,7 +533,7 @@ def test_settings_survive_saving_and_loading(kind, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     for name, value in values.items():
         assert written[name] == value and getattr(loaded.generation_config, name) == value
-    assert set(values) | {"max_length"} == set(DiffusionGenerationConfig.fields)
+    assert set(values) | {"max_length", "block_length"} == set(DiffusionGenerationConfig.fields)
     assert loaded.generate(seed=0).sequences.equal(model.generate(seed=0).sequences)
     given = DiffusionGenerationConfig(num_steps=3)
     assert type(model).from_pretrained(tmp_path, generation_config=given).generation_config.num_steps == 3
@@ -613,6 +613,11 @@ def test_settings_of_transformers_are_taken_or_refused():
         ("mdlm", {"suppress_tokens": "mask"}, "suppress_tokens='mask'. It must be a list of ids"),
         ("mdlm", {"suppress_tokens": list(range(22))}, "holds every id that can be sampled"),
         ("duo", {"suppress_tokens": list(range(23))}, "holds every id that can be sampled"),
+        ("mdlm", {"block_length": 0}, "block_length=0. It must be a positive whole number"),
+        ("duo", {"block_length": 4}, "block_length=4 needs a process with masks"),
+        ("mdlm", {"logits_processor": 3}, "logits_processor is a int. It must be a LogitsProcessorList"),
+        ("mdlm", {"stopping_criteria": [3]}, "stopping_criteria is a list. It must be a StoppingCriteriaList"),
+        ("mdlm", {"stopping_criteria": [lambda ids, scores, **kw: False], "num_samples": 2}, "give pad_token_id"),
         ("mdlm", {"chunk_size": 0}, "chunk_size=0"),
         ("mdlm", {"max_new_tokens": 0}, "max_new_tokens=0"),
         ("mdlm", {"max_new_tokens": 17}, "17 tokens long, but this model takes at most 16.*stride"),

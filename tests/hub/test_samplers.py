@@ -498,11 +498,11 @@ def test_chunks_and_rows_of_the_denoiser_cover_what_is_wanted():
         denoiser = Denoiser(model, temperature=1.0, top_k=0, top_p=1.0, chunk_size=chunk_size)
         denoiser.tokens_per_call = 8
         seen = torch.zeros_like(p)
-        for prediction in denoiser(x, t, wanted):
+        for prediction in denoiser(x, t, wanted, 1):
             seen[prediction.rows, prediction.columns] += prediction.p[prediction.source]
         torch.testing.assert_close(seen, p * wanted[..., None])
         assert denoiser.num_calls == 1
-        assert list(denoiser(x, t, wanted & False)) == [] and denoiser.num_calls == 1
+        assert list(denoiser(x, t, wanted & False, 1)) == [] and denoiser.num_calls == 1
 
 
 def test_bounds_of_the_prediction_hold_and_change_no_token(monkeypatch):
@@ -562,6 +562,10 @@ def test_noise_of_a_row_is_its_own():
         return Noise(torch.Generator().manual_seed(seed), rows, torch.float64, "cpu")
 
     several, one = noise(3), noise(1)
-    a, b = several.positions([4, 2, 3], 2), one.positions([4], 2)
+    a, b = several.positions([4, 2, 3], 2, 4), one.positions([4], 2, 4)
     assert a[:1].equal(b) and (a[1, 2:] == 0).all() and a[1, :2].ne(a[0, :2]).all()
-    assert several.rows(2)[:1].equal(one.rows(2))
+    all_rows, one_row = torch.ones(3, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
+    assert several.rows(all_rows, 2)[:1].equal(one.rows(one_row, 2))
+    at_rest = several.rows(torch.tensor([False, True, True]), 2)[0]
+    assert at_rest.tolist() == [0, 0]
+    assert several.rows(all_rows, 2)[:1].equal(one.rows(one_row, 2)), "the stream of a row at rest has moved on"

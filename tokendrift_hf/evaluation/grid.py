@@ -81,6 +81,8 @@ def _digest(settings) -> str:
 def _defaults(model: PreTrainedModel) -> dict:
     """What decides a model's samples beside its weights and the arguments of `generate()`."""
     defaults = {k: v for k, v in model.generation_config.to_diff_dict().items() if k != "transformers_version"}
+    if defaults.get("block_length") is None:  # cells of before this setting count as well
+        defaults.pop("block_length", None)
     return defaults | {"attn_implementation": model.config._attn_implementation}
 
 

@@ -3,6 +3,7 @@
 Shapes: B rows, P columns of the prompts, T of the whole texts, W of one window (at most the model's length).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,21 +20,45 @@ class Canvas:
     Attributes:
         x: ids [B, W].
         free: positions that may change, bool [B, W].
-        lengths: of the rows. Beyond them nothing is free.
+        lengths: of the rows, for which numbers are drawn. 0 for rows at rest, whose streams stay where they are.
         confidence: probability of the token under the last prediction asked for there, before temperature, top_k and
             top_p, [B, W]. nan where none was.
+        columns: where the positions are in the texts, [B, W].
+        inside: positions that exist, bool [B, W], the first ones of each row.
     """
 
     x: torch.Tensor
     free: torch.Tensor
     lengths: list[int]
     confidence: torch.Tensor
+    columns: torch.Tensor
+    inside: torch.Tensor
 
     def put(self, tokens: torch.Tensor, prediction: Prediction):
         """Write tokens [n] at the positions of a prediction."""
         at = prediction.rows, prediction.columns
         self.x[at] = tokens
         self.confidence[at] = prediction.plain[prediction.source, tokens].to(self.confidence)
+
+    def random(self, noise: Noise, count: int) -> torch.Tensor:
+        """`count` random numbers for each position, [B, W, count]."""
+        return noise.positions(self.lengths, count, self.x.shape[1])
+
+    def blocks(self, block_length: int | None) -> Iterator[torch.Tensor]:
+        """The free positions in the parts that are written one after another, bool [B, W] each. None: in one.
+
+        Block b of a row has the positions from its first free one + b * block_length on.
+        """
+        free = self.free
+        if block_length is None or not free.any():
+            yield free
+            return
+        first = free.to(torch.uint8).argmax(1, keepdim=True)
+        number = (torch.arange(free.shape[1], device=free.device) - first) // block_length
+        for b in range(int(number[free].max()) + 1):
+            block = free & (number == b)
+            if block.any():
+                yield block
 
     def at(self, t: float) -> torch.Tensor:
         """The time t for every row, [B]."""
@@ -68,8 +93,8 @@ class Texts:
             ends = [min(length, end + stride) for end, length in zip(ends, self.lengths, strict=True)]
             yield ends
 
-    def window(self, ends: list[int], longest: int, process, noise: Noise):
-        """The canvas of one window with fresh noise, its columns in `tokens` [B, W], and which of these exist."""
+    def window(self, ends: list[int], longest: int, process, noise: Noise) -> Canvas:
+        """The canvas of one window with fresh noise."""
         device = self.tokens.device
         stops = torch.tensor(ends, device=device)[:, None]
         starts = (stops - longest).clamp_min(0)
@@ -78,24 +103,17 @@ class Texts:
         inside = columns < stops
         columns = columns.clamp_max(self.tokens.shape[1] - 1)
         free = self.free.gather(1, columns) & inside
-        start = process.random_tokens(noise.positions(lengths, 1)[..., 0])
+        start = process.random_tokens(noise.positions(lengths, 1, max(lengths))[..., 0])
         x = torch.where(free, start, self.tokens.gather(1, columns).masked_fill(~inside, 0))
-        return Canvas(x, free, lengths, torch.full(x.shape, torch.nan, device=device)), columns, inside
+        confidence = torch.full(x.shape, torch.nan, device=device)
+        return Canvas(x, free, lengths, confidence, columns, inside)
 
-    def write(self, canvas: Canvas, columns: torch.Tensor, inside: torch.Tensor):
-        """Take over a finished window, which from then on is context."""
-        rows = torch.arange(len(columns), device=columns.device)[:, None].expand_as(columns)
-        self.tokens[rows[inside], columns[inside]] = canvas.x[inside]
-        self.free[rows[inside], columns[inside]] = False
-
-    def cut_at_eos(self, generated: torch.Tensor, eos_token_id) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths [B] up to a row's first generated end of text, not one in column 0, and which rows have one."""
-        eos = torch.as_tensor(eos_token_id, device=self.tokens.device)
-        is_eos = torch.isin(self.tokens, eos) & generated & ~self.free
-        is_eos[:, 0] = False
-        lengths = torch.tensor(self.lengths, device=self.tokens.device)
-        found = is_eos.any(1)
-        return torch.where(found, is_eos.to(torch.uint8).argmax(1) + 1, lengths), found
+    def write(self, canvas: Canvas, block: torch.Tensor):
+        """Take over a finished block, bool [B, W], which from then on is context."""
+        rows, columns = block.nonzero(as_tuple=True)
+        at = rows, canvas.columns[rows, columns]
+        self.tokens[at] = canvas.x[rows, columns]
+        self.free[at] = False
 
 
 def unprompted(num_samples: int, length: int, device) -> Texts:

@@ -1,14 +1,15 @@
 """The network as samplers use it: random numbers, controls on the prediction, categorical draws, counted calls.
 
-Shapes: B sequences, L positions, V vocabulary, n chosen positions of all sequences together. Only torch is needed.
+Shapes: B sequences, L positions, V vocabulary, n chosen positions of all sequences together.
 """
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import LogitsProcessorList
 
 from .process_tokendrift import at_least_float32
 
@@ -39,16 +40,16 @@ class Noise:
         device = "cpu" if source is None else source.device
         return torch.randint(2**63 - 1, (), generator=source, device=device).item()
 
-    def positions(self, lengths: list[int], count: int) -> torch.Tensor:
-        """`count` numbers in [0, 1) for each position of each row, [B, max(lengths), count]; 0 beyond a row's end."""
-        out = torch.zeros(len(lengths), max(lengths), count, dtype=self.dtype)
+    def positions(self, lengths: list[int], count: int, width: int) -> torch.Tensor:
+        """`count` numbers in [0, 1) for each position of each row, [B, width, count], and 0 beyond a row's length."""
+        out = torch.zeros(len(lengths), width, count, dtype=self.dtype)
         for row, (length, stream) in enumerate(zip(lengths, self.streams, strict=True)):
             torch.rand(length, count, generator=stream, dtype=self.dtype, out=out[row, :length])
         return out.to(self.device)
 
-    def rows(self, count: int) -> torch.Tensor:
-        """`count` numbers in [0, 1) for each row, [B, count]."""
-        return self.positions([1] * len(self.streams), count)[:, 0]
+    def rows(self, active: torch.Tensor, count: int) -> torch.Tensor:
+        """`count` numbers in [0, 1) for each active row, [B, count], and 0 for the others. `active` is bool [B]."""
+        return self.positions(active.long().tolist(), count, 1)[:, 0]
 
 
 def draw(
@@ -143,6 +144,8 @@ class Denoiser:
         model: called as `model(input_ids=, timesteps=, attention_mask=, positions=)`, see its `forward`.
         temperature, top_k, top_p: see `control`.
         suppress_tokens: ids that are never predicted, beside the mask.
+        processors: called, before the controls, as processors(ids [n, L], logits [n, V], cur_step=) for n positions of
+            one row, whose ids come n times. cur_step is the number of steps that are left, as in transformers.
         chunk_size: positions for which logits [n, V] are held at once. None: 32 MiB of them (GPU: 512 MiB), and less
             where controls need copies.
         rows_per_call: rows that share a forward pass. With 1 a row goes through the same products of the same shapes
@@ -155,8 +158,19 @@ class Denoiser:
         num_forward_passes: forward passes of the network.
     """
 
-    def __init__(self, model, *, temperature, top_k, top_p, suppress_tokens=None, chunk_size=None, rows_per_call=None):
-        self.model, self.present = model, None
+    def __init__(
+        self,
+        model,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        suppress_tokens: Sequence[int] | None = None,
+        processors: LogitsProcessorList | None = None,
+        chunk_size: int | None = None,
+        rows_per_call: int | None = None,
+    ):
+        self.model, self.present, self.processors = model, None, processors
         mask = [] if model.process.mask_id is None else [model.process.mask_id]
         self.never = torch.tensor(sorted({*(suppress_tokens or ()), *mask}), dtype=torch.long, device=model.device)
         self.controls = (temperature, top_k, top_p)
@@ -168,13 +182,14 @@ class Denoiser:
         self.rows_per_call, self.tokens_per_call = rows_per_call, 2**10 if on_cpu else 2**16
         self.num_calls = self.num_forward_passes = self.calls_per_row = 0
 
-    def __call__(self, x, t, wanted, skip_below: torch.Tensor | None = None) -> Iterator[Prediction]:
+    def __call__(self, x, t, wanted, steps_left, skip_below: torch.Tensor | None = None) -> Iterator[Prediction]:
         """Predict at the wanted positions. Nothing is computed if there are none.
 
         Args:
             x: ids [B, L].
             t: times [B].
             wanted: bool [B, L].
+            steps_left: this step and those after it, a number, or one for each row [B].
             skip_below: [B, L]: leave out positions where p(x_t) is surely not above this, see `log_p_bounds`.
         """
         takes_part = wanted.any(1)
@@ -187,7 +202,8 @@ class Denoiser:
             # Masks without a prompt: one row serves all, and each of its positions is predicted once.
             columns = wanted.any(0).nonzero()[:, 0]
             hidden, c = self._hidden(x, t, active[:1], columns[None])
-            for chunk, p, plain in self._predictions(hidden[0], c.expand(len(columns), -1)):
+            process = partial(self._processed, x, steps_left, active[:1].expand(len(columns)))
+            for chunk, p, plain in self._predictions(hidden[0], c.expand(len(columns), -1), process):
                 rows, source = wanted[:, columns[chunk]].nonzero(as_tuple=True)
                 yield Prediction(rows, columns[chunk][source], source, p, plain)
             return
@@ -200,7 +216,8 @@ class Denoiser:
                 bounds = self.log_p_bounds(hidden, c, x[rows, columns])
                 left = (~(bounds <= skip_below[rows, columns].log())).nonzero()[:, 0]  # nan is not skipped
                 rows, columns, hidden, c = rows[left], columns[left], hidden[left], c[left]
-            for chunk, p, plain in self._predictions(hidden, c):
+            process = partial(self._processed, x, steps_left, rows)
+            for chunk, p, plain in self._predictions(hidden, c, process):
                 source = torch.arange(len(p), device=x.device)
                 yield Prediction(rows[chunk], columns[chunk], source, p, plain)
 
@@ -213,7 +230,7 @@ class Denoiser:
         """
         temperature, top_k, top_p = self.controls
         head = getattr(getattr(self.model, "backbone", None), "output_layer", None)
-        if head is None or temperature == 0 or top_k or top_p < 1:
+        if head is None or temperature == 0 or top_k or top_p < 1 or self.processors:
             return None
         if not isinstance(head.linear, nn.Linear) or not head.linear.weight.is_floating_point():
             return None
@@ -263,19 +280,40 @@ class Denoiser:
         )
         return output.hidden_states
 
-    def _predictions(self, hidden, c):
+    def _processed(self, x, steps_left, rows: torch.Tensor, chunk: slice, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] at positions of `rows[chunk]`, after the processors, which see one row at a time."""
+        rows = rows[chunk]
+        for row in rows.unique().tolist():
+            at = rows == row
+            length = x.shape[1] if self.present is None else int(self.present[row].sum())
+            left = int(steps_left[row]) if isinstance(steps_left, torch.Tensor) else steps_left
+            processed = self.processors(x[row, :length].expand(int(at.sum()), -1), logits[at], cur_step=left)
+            if not isinstance(processed, torch.Tensor) or processed.shape != logits[at].shape:
+                found = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
+                raise ValueError(
+                    f"logits_processor made {found} of logits {list(logits[at].shape)}. It must keep their shape."
+                )
+            logits[at] = processed.to(logits)
+        return logits
+
+    def _predictions(self, hidden, c, process):
         """For hidden states [n, D] with time conditioning [n, C]: slices of the n rows, with p and plain p there."""
         for start in range(0, len(hidden), self.chunk_size):
             chunk = slice(start, start + self.chunk_size)
             logits = self.model.logits(hidden[chunk, None], c[chunk])[:, 0]
             logits = logits.to(at_least_float32(logits.dtype))
             logits.index_fill_(1, self.never, -torch.inf)
+            if self.processors:
+                logits = process(chunk, logits).index_fill_(1, self.never, -torch.inf)
             if self.is_plain:
                 p = plain = torch.softmax(logits, -1, out=logits)  # in place, for the memory
             else:
                 plain = torch.softmax(logits, -1)
                 p = torch.softmax(control(logits, *self.controls), -1)
             if plain[:, 0].isnan().any():
-                raise ValueError("The network predicts nan: its weights or activations hold nan or inf.")
+                raise ValueError(
+                    "The network predicts nan: its weights or activations hold nan or inf"
+                    + (", or logits_processor ruled out every token." if self.processors else ".")
+                )
             yield chunk, p, plain
             del logits, p, plain  # before the next chunk is computed

@@ -2,14 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import ModelOutput, logging
 
 from .canvas_tokendrift import Texts, prompted, unprompted
 from .denoiser_tokendrift import Denoiser, Noise, draw_dtype
+from .ending_tokendrift import Ending
 from .observer_tokendrift import DiffusionStep, Observer
 from .samplers_tokendrift import SAMPLERS
 from .settings_tokendrift import DiffusionGenerationConfig, check_controls, check_lengths, check_sampler, is_whole
@@ -63,6 +66,8 @@ class DiffusionGenerationMixin:
         generation_config: DiffusionGenerationConfig | None = None,
         streamer=None,
         callback: Callable[[DiffusionStep], None] | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
         chunk_size: int | None = None,
         rows_per_call: int | None = None,
         **settings,
@@ -71,7 +76,7 @@ class DiffusionGenerationMixin:
 
         1. Settings: arguments, then `generation_config`, then the model's own, then the defaults.
         2. Canvases: the prompts, packed to the left, and the positions to fill.
-        3. For each window of the model's length: noise at the free positions, then the sampler.
+        3. For each window of the model's length: noise at the free positions, then the sampler, block by block.
         4. Trim and pad.
 
         Args:
@@ -87,6 +92,11 @@ class DiffusionGenerationMixin:
                 row. Without seed and generator torch's global state is used, else it is left alone.
             streamer: a transformers streamer; `TextDiffusionStreamer` shows the drafts (one row only).
             callback: called after every step with a `DiffusionStep`.
+            logits_processor: transformers' processors of logits. They act on the clean-token prediction, before
+                temperature, top_k and top_p. `scores` is [n, V] for n positions of one row, and `input_ids` that row's
+                ids, n times. A parameter `cur_step` gets the number of steps that are left.
+            stopping_criteria: transformers' criteria, asked for each row after each block or window. Nothing more is
+                written where they hold.
             chunk_size: positions for which logits are held at once. It changes memory and speed only.
             rows_per_call: rows that share a forward pass. Default: as many as hold 2^10 tokens on a CPU and 2^16 on a
                 GPU. A product over several rows rounds in another way than over one. About one draw in 10^5 is decided
@@ -108,40 +118,47 @@ class DiffusionGenerationMixin:
             if value is not None and not is_whole(value, 1):
                 raise ValueError(f"{name}={value!r}. It must be a positive whole number.")
 
+        processors = _listed("logits_processor", logits_processor, LogitsProcessorList)
+        criteria = _listed("stopping_criteria", stopping_criteria, StoppingCriteriaList)
+
         # 2. Canvases
         texts = self._texts(input_ids, attention_mask, prompt_mask, num_samples, settings)
+        if criteria and len(texts.tokens) > 1 and _padding(texts, settings) is None:
+            raise ValueError("stopping_criteria with several rows: give pad_token_id, since they can end apart.")
         noise = self._noise(seed, generator, len(texts.tokens), settings.precision)
         observer = Observer(texts, streamer, callback, settings.output_history)
+        eos_token_id = settings.eos_token_id if settings.trim_eos else None
+        ending = Ending(
+            texts, eos_token_id, criteria, self.process.mask_id if SAMPLERS[settings.sampler].keeps else None
+        )
         denoiser = Denoiser(
             self,
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
             suppress_tokens=settings.suppress_tokens,
+            processors=processors,
             chunk_size=chunk_size,
             rows_per_call=rows_per_call,
         )
-        generated = texts.free.clone()
 
         # 3. Windows
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
+        with _evaluating(self):
             for ends in texts.window_ends(self.longest, settings.stride):
-                self._sample_window(texts, ends, settings, noise, denoiser, observer)
-                if settings.trim_eos and texts.cut_at_eos(generated, settings.eos_token_id)[1].all():
+                self._sample_window(texts, ends, settings, noise, denoiser, observer, ending)
+                if ending.done.all():
                     break
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         observer.end()
 
         # 4. Trim and pad
-        sequences, lengths = _trim_and_pad(texts, generated, settings)
+        lengths = ending.lengths()
+        sequences = texts.tokens[:, : int(lengths.max())]
+        beyond = torch.arange(texts.tokens.shape[1], device=self.device) >= lengths[:, None]
+        if beyond[:, : sequences.shape[1]].any():
+            sequences = sequences.masked_fill(beyond[:, : sequences.shape[1]], _padding(texts, settings))
         if not settings.return_dict_in_generate:
             return sequences
-        columns = torch.arange(generated.shape[1], device=self.device)
-        num_tokens = (generated & (columns < lengths[:, None])).sum(1)
+        num_tokens = (ending.generated & ~beyond).sum(1)
         return DiffusionGenerationOutput(
             sequences=sequences,
             lengths=lengths,
@@ -153,16 +170,27 @@ class DiffusionGenerationMixin:
             settings={name: getattr(settings, name) for name in settings.fields},
         )
 
-    def _sample_window(self, texts: Texts, ends: list[int], settings, noise: Noise, denoiser, observer: Observer):
-        """Sample the window that ends at `ends` in the rows, and write it into the texts."""
-        process = self.process.without(settings.suppress_tokens or ())
-        canvas, columns, inside = texts.window(ends, self.longest, process, noise)
-        denoiser.present = None if inside.all() else inside
-        observer.begin(canvas, columns)
-        sampler = SAMPLERS[settings.sampler]
-        sampler.run(canvas, denoiser, noise, process, settings, lambda step, t: observer.step(canvas, step, t))
-        texts.write(canvas, columns, inside)
-        observer.finish(ends[0])
+    def _sample_window(self, texts: Texts, ends: list[int], settings, noise: Noise, denoiser, observer, ending):
+        """Sample the window that ends at `ends` in the rows, block by block, and write it into the texts."""
+        process, sampler = self.process.without(settings.suppress_tokens or ()), SAMPLERS[settings.sampler]
+        canvas = texts.window(ends, self.longest, process, noise)
+        denoiser.present = None if canvas.inside.all() else canvas.inside
+        observer.begin(canvas)
+
+        def on_step(step: int, t: float):
+            observer.step(canvas, step, t)
+            ending.after_step(canvas)
+
+        lengths = canvas.lengths
+        for block in canvas.blocks(settings.block_length):
+            canvas.free = block & ~ending.done[:, None]
+            active = canvas.free.any(1).tolist()
+            canvas.lengths = [n if takes_part else 0 for n, takes_part in zip(lengths, active, strict=True)]
+            if any(active):
+                sampler.run(canvas, denoiser, noise, process, settings, on_step)
+            texts.write(canvas, block)
+            ending.after_block(canvas, block)
+            observer.finish(ending)
 
     def _noise(self, seed: int | None, generator, num_rows: int, precision: str) -> Noise:
         """The random numbers of all rows."""
@@ -266,15 +294,26 @@ class DiffusionGenerationMixin:
         self.generation_config.update(**DiffusionGenerationConfig.defaults, defaults_only=True)
 
 
-def _trim_and_pad(texts: Texts, generated: torch.Tensor, settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [B, T] and the lengths [B] of the rows, which are padded behind their ends."""
-    lengths = torch.tensor(texts.lengths, device=texts.tokens.device)
-    if settings.trim_eos:
-        lengths, _ = texts.cut_at_eos(generated, settings.eos_token_id)
-    sequences = texts.tokens[:, : int(lengths.max())]
-    beyond = torch.arange(sequences.shape[1], device=sequences.device) >= lengths[:, None]
-    if beyond.any():
-        padding = settings.pad_token_id if settings.pad_token_id is not None else settings.eos_token_id
-        padding = texts.padding if padding is None else int(torch.as_tensor(padding).flatten()[0])
-        sequences = sequences.masked_fill(beyond, padding)
-    return sequences, lengths
+@contextmanager
+def _evaluating(model):
+    """Eval mode. Afterwards every module has the mode that it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _listed(name: str, value, list_class: type[list]):
+    """Processors or criteria as transformers' list of them, which calls one after the other."""
+    if value is not None and not (isinstance(value, (list, tuple)) and all(callable(part) for part in value)):
+        raise ValueError(f"{name} is a {type(value).__name__}. It must be a {list_class.__name__}.")
+    return list_class(value or [])
+
+
+def _padding(texts: Texts, settings) -> int | None:
+    """The id behind the end of a row: the one asked for, else eos, else what padded the prompts."""
+    padding = settings.pad_token_id if settings.pad_token_id is not None else settings.eos_token_id
+    return texts.padding if padding is None else int(torch.as_tensor(padding).flatten()[0])

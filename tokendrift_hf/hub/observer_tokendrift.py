@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .canvas_tokendrift import Canvas, Texts
+from .ending_tokendrift import Ending
 
 
 @dataclass
@@ -13,12 +14,13 @@ class DiffusionStep:
     """What a step callback is given.
 
     Attributes:
-        step: 0, 1, ... in this window. The last one is noise removal.
+        step: 0, 1, ... in this block, or in this window where there are no blocks. The last one is noise removal.
         t: the time that x has reached, 0 when it is clean.
         tokens: ids [B, L] of the window.
         confidence: the probability of each token under the last prediction that was asked for at its position, [B, L].
             It is nan where none was.
         window: 0 but for text longer than the model.
+        block: 0 but for text that is written in blocks. It counts from 0 in each window.
     """
 
     step: int
@@ -26,13 +28,15 @@ class DiffusionStep:
     tokens: torch.Tensor
     confidence: torch.Tensor
     window: int
+    block: int
 
 
 class Observer:
     """Shows a run to a streamer and a callback, and keeps its history.
 
     Args:
-        streamer: gets the prompt, each window's new text, and drafts if it has `put_draft`. It sees the first row.
+        streamer: gets the prompt, the new text of each block, and drafts if it has `put_draft`. The first row decides
+            where its text is cut into parts.
         callback: called with a `DiffusionStep` after each step.
         keep_history: whether `history` gets the ids at the start of each window and after each step.
     """
@@ -43,13 +47,13 @@ class Observer:
         self.texts, self.streamer, self.callback = texts, streamer, callback
         self.history: list[torch.Tensor] | None = [] if keep_history else None
         self.shown = int(texts.free[0].to(torch.uint8).argmax())  # where the part that the streamer was given ends
-        self.window, self.first_column = -1, 0
+        self.window, self.block = -1, 0
         if streamer is not None:
             streamer.put(texts.tokens[:, : self.shown].cpu())
 
-    def begin(self, canvas: Canvas, columns: torch.Tensor):
-        """A window with its columns [B, W] of the texts is about to be sampled."""
-        self.window, self.first_column = self.window + 1, int(columns[0, 0])
+    def begin(self, canvas: Canvas):
+        """A window is about to be sampled."""
+        self.window, self.block = self.window + 1, 0
         if self.history is not None:
             self.history.append(canvas.x.clone())
 
@@ -58,15 +62,21 @@ class Observer:
         if self.history is not None:
             self.history.append(canvas.x.clone())
         if hasattr(self.streamer, "put_draft"):
-            self.streamer.put_draft(canvas.x[:, self.shown - self.first_column :].cpu())
+            self.streamer.put_draft(canvas.x[:, self.shown - int(canvas.columns[0, 0]) :].cpu())
         if self.callback is not None:
-            self.callback(DiffusionStep(step, t, canvas.x.clone(), canvas.confidence.clone(), self.window))
+            self.callback(DiffusionStep(step, t, canvas.x.clone(), canvas.confidence.clone(), self.window, self.block))
 
-    def finish(self, end: int):
-        """A window is written. `end` is where it ends in the first row."""
-        if self.streamer is not None:
+    def finish(self, ending: Ending):
+        """A block is written. The streamer gets what stands before the first open position and before a row's end."""
+        self.block += 1
+        if self.streamer is None:
+            return
+        is_open = self.texts.free[0]
+        end = int(is_open.to(torch.uint8).argmax()) if is_open.any() else len(is_open)
+        end = min(end, int(ending.lengths()[0]))
+        if end > self.shown:
             self.streamer.put(self.texts.tokens[:, self.shown : end].cpu())
-        self.shown = end
+            self.shown = end
 
     def end(self):
         if self.streamer is not None:

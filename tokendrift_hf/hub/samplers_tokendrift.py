@@ -9,7 +9,7 @@ Sources: MDLM (arXiv 2406.07524), DUO (2506.10892), psi samplers (2602.21185), R
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,11 +131,13 @@ class Step:
 
     Attributes:
         t: the time that the network is told.
+        left: this step and those after it, but for noise removal, which is 0.
         alpha_t, alpha_s: the signal left at both ends. alpha_s = 1 is the last step, which leaves no noise.
         kappa: the weight of the posterior against a fresh forward noising, see `kappas`. 1 is the ancestral step.
     """
 
     t: float
+    left: int
     alpha_t: float
     alpha_s: float
     kappa: float = 1.0
@@ -148,12 +150,12 @@ def drawn(prediction: Prediction, uniforms: torch.Tensor) -> torch.Tensor:
 
 def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
     """MDLM. Which masks fall, and which tokens are masked again if kappa < 1, does not depend on the prediction."""
-    event, token = noise.positions(canvas.lengths, 2).unbind(-1)
+    event, token = canvas.random(noise, 2).unbind(-1)
     reveal, remask = absorbing_rates(step.alpha_t, step.alpha_s, step.kappa)
     masked = canvas.x == process.mask_id
     again = canvas.free & ~masked & (event < remask)
     wanted = canvas.free & masked & (event < reveal)
-    for prediction in denoiser(canvas.x, canvas.at(step.t), wanted):
+    for prediction in denoiser(canvas.x, canvas.at(step.t), wanted, step.left):
         canvas.put(drawn(prediction, token), prediction)
     canvas.x.masked_fill_(again, process.mask_id)
     canvas.confidence.masked_fill_(again, torch.nan)
@@ -162,7 +164,7 @@ def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, st
 def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
     """DUO. At most positions the outcome is known without the network."""
     # What happens at each position: x_t is kept, or noise comes, or the network decides or gives the token.
-    branch, event, odds, token = noise.positions(canvas.lengths, 4).unbind(-1)
+    branch, event, odds, token = canvas.random(noise, 4).unbind(-1)
     random_tokens = process.random_tokens(token)
     pull, keep, uniform = uniform_rates(step.alpha_t, step.alpha_s, process.num_states)
     forward = branch >= step.kappa  # instead of the posterior at s: x_0 from the posterior, then noised again to s
@@ -172,7 +174,7 @@ def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step
     unclear = canvas.free & ~kept & ~(forward & noised)
     # The network is asked where it matters. Where noise would come it can only say that x_t stays.
     skip_below = torch.where(noised, least, 0.0)
-    for prediction in denoiser(canvas.x, canvas.at(step.t), unclear, skip_below=skip_below):
+    for prediction in denoiser(canvas.x, canvas.at(step.t), unclear, step.left, skip_below):
         at, source, p = (prediction.rows, prediction.columns), prediction.source, prediction.p
         new, noised_here = canvas.x[at], noised[at]
         stays = p[source, new] > least[at]
@@ -194,13 +196,13 @@ def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
     kappa = kappas(settings.psi if settings.sampler == "psi" else "pure-posterior", settings.psi_fractions, alphas)
     take = uniform_step if process.mask_id is None else absorbing_step
     for i in range(N):
-        take(canvas, denoiser, noise, process, Step(times[i], alphas[i], alphas[i + 1], kappa[i]))
+        take(canvas, denoiser, noise, process, Step(times[i], N - i, alphas[i], alphas[i + 1], kappa[i]))
         on_step(i, times[i + 1])
     if settings.noise_removal == "ancestral":
-        take(canvas, denoiser, noise, process, Step(times[N], alphas[N], 1.0))
+        take(canvas, denoiser, noise, process, Step(times[N], 0, alphas[N], 1.0))
     elif settings.noise_removal == "greedy":
         wanted = canvas.free & process.predicted_positions(canvas.x)
-        for prediction in denoiser(canvas.x, canvas.at(times[N]), wanted):
+        for prediction in denoiser(canvas.x, canvas.at(times[N]), wanted, 0):
             canvas.put(prediction.p.argmax(-1)[prediction.source], prediction)
     if settings.noise_removal != "none":
         on_step(N, 0.0)
@@ -219,11 +221,11 @@ def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, set
         left = masked.sum(1)
         if not left.any():
             break
-        time, place, token = noise.rows(3).unbind(-1)
+        time, place, token = noise.rows(left > 0, 3).unbind(-1)
         masked_fraction = masked_fraction * time ** (1 / left.clamp_min(1))
         t = process.schedule.time_of_alpha(1 - masked_fraction).clamp_max(1)  # rounding may go beyond
         wanted = masked & (masked.cumsum(1) - 1 == (place * left).long()[:, None])
-        for prediction in denoiser(canvas.x, t, wanted):
+        for prediction in denoiser(canvas.x, t, wanted, left):
             canvas.put(drawn(prediction, token[:, None].expand_as(wanted)), prediction)
         on_step(step, float(t.min()))
 
@@ -246,11 +248,11 @@ def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         masked = canvas.free & (canvas.x == process.mask_id)
         left = torch.tensor([int(n * s) for n in num_masks], device=masked.device)
         reveal = masked.sum(1) - left
-        token = noise.positions(canvas.lengths, 1)[..., 0]
-        draft = Canvas(canvas.x.clone(), canvas.free, canvas.lengths, canvas.confidence.clone())
+        token = canvas.random(noise, 1)[..., 0]
+        draft = replace(canvas, x=canvas.x.clone(), confidence=canvas.confidence.clone())
         score = torch.full(masked.shape, -torch.inf, dtype=noise.dtype, device=masked.device)
         wanted = masked & (reveal > 0)[:, None]
-        for prediction in denoiser(canvas.x, canvas.at(t), wanted):
+        for prediction in denoiser(canvas.x, canvas.at(t), wanted, len(times) - 1 - i):
             draft.put(drawn(prediction, token), prediction)
             scores = certainty(settings.sampler, prediction.plain).to(score)
             score[prediction.rows, prediction.columns] = scores[prediction.source]
@@ -285,16 +287,18 @@ class Sampler:
             canvas, and calls on_step(step, t) after each step, with the time t that it has reached.
         needs_mask: whether it is for masked models only.
         unused: the settings that it does not read.
+        keeps: whether a masked model's token stays once it is written.
     """
 
     run: Callable
     needs_mask: bool = False
     unused: tuple[str, ...] = ()
+    keeps: bool = True
 
 
 SAMPLERS = {
     "ancestral": Sampler(denoise, unused=("psi",)),
-    "psi": Sampler(denoise),
+    "psi": Sampler(denoise, keeps=False),
     "first_hitting": Sampler(first_hitting, needs_mask=True, unused=("num_steps", "time_grid", "noise_removal", "psi")),
     **dict.fromkeys(
         ("confidence", "margin", "entropy"),

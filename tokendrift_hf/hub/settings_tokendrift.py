@@ -39,7 +39,10 @@ class DiffusionGenerationConfig(GenerationConfig):
         max_length: the same, the prompt included.
         stride: allows text longer than the model: it is written in windows of the model's length, each `stride` new
             tokens after the one before, which see the end of the text so far.
-        trim_eos: cut a row after its first generated eos_token_id (not one that opens an unprompted row).
+        block_length: write in blocks of so many positions from left to right, each in its own num_steps, while those
+            behind it are masks (semi-autoregressive, LLaDA 2502.09992). Only for masked models.
+        trim_eos: end a row at its first generated eos_token_id (not at one that opens an unprompted row), and write
+            nothing behind it.
         return_dict_in_generate: return a `DiffusionGenerationOutput` instead of the ids.
         output_history: keep the ids after every step in it.
         bos_token_id, eos_token_id, pad_token_id: padding is needed only where rows end up of unequal length.
@@ -63,7 +66,7 @@ class DiffusionGenerationConfig(GenerationConfig):
     fields: ClassVar[tuple[str, ...]] = (
         *defaults,
         *("max_new_tokens", "max_length", "stride", "bos_token_id", "eos_token_id", "pad_token_id"),
-        "suppress_tokens",
+        *("suppress_tokens", "block_length"),
     )
 
     def __init__(self, **kwargs):
@@ -177,6 +180,11 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], has_mask
             f"psi_fractions={settings.psi_fractions!r} has no meaning for sampler={settings.sampler!r}. They belong to "
             "sampler='psi' and to the time grids with a plateau."
         )
+    if settings.block_length is not None and not has_mask:
+        raise ValueError(
+            f"block_length={settings.block_length!r} needs a process with masks: the blocks to come would look like "
+            "text. Leave it out, or write in windows with stride."
+        )
     if not is_whole(settings.num_steps, 1):
         raise ValueError(f"num_steps={settings.num_steps!r}. It must be a whole number, at least 1.")
     if settings.noise_removal not in ("ancestral", "greedy", "none"):
@@ -185,7 +193,7 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], has_mask
 
 def check_lengths(settings: DiffusionGenerationConfig, longest: int):
     """Refuse impossible lengths. `longest` is the model's, in tokens."""
-    for name in ("max_new_tokens", "max_length", "stride"):
+    for name in ("max_new_tokens", "max_length", "stride", "block_length"):
         value = getattr(settings, name)
         if value is not None and not is_whole(value, 1):
             raise ValueError(f"{name}={value!r}. It must be a positive whole number.")
