@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from toys import make_trainer
 from tokendrift_hf.evaluation.comparison import ResultRow
 from tokendrift_hf.models.loading import load_model
 from tokendrift_hf.models.lora import lora_config
-from tokendrift_hf.publishing.cards import Card
+from tokendrift_hf.publishing.cards import Card, _public_name
 
 ROWS = [
     ResultRow(label, steps, 1.0, 3, 100.0 / steps, 1.5, 5.25, 0.02, None, None, False, steps)
@@ -132,3 +132,44 @@ def test_templates_travel_with_the_package():
     assert names == {"full.md", "lora.md", "base.md", "rest.md"}
     assert (root / "model_cards").resolve() == root / "tokendrift_hf/publishing/model_cards"
     assert "publishing/model_cards/*.md" in (root / "setup.cfg").read_text()
+
+
+HOSTILE = "a`b``c\n\n# heading\n<script>alert(1)</script> | x ![i](http://e.vil/x)"
+
+
+def test_what_users_name_is_text_and_never_markup():
+    """Backticks, line breaks, pipes and HTML in names and settings stay inside one code span, one line, one cell."""
+    card = Card(kind="lora", model_class="MDLMForMaskedLM", base=HOSTILE, base_is_local=True, base_revision=HOSTILE)
+    card.settings = card.adapters = {"optim": HOSTILE}
+    card.data = {"dataset": HOSTILE, "is_local": True, "text_column": HOSTILE}
+    card.results = [asdict(ROWS[0])]
+    card.evaluation = {"judge": HOSTILE, "num_samples": 2, "sampler": HOSTILE}
+    text = card.render().text
+    code = re.findall(r"```python\n(.*?)\n```", text, flags=re.DOTALL)
+    assert len(code) == 1, "a name has closed the block"
+    compile(code[0], "card", "exec")
+    prose = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert prose.count("<script>") == 7, "not every value is shown"
+    for line in prose.splitlines():
+        assert "<" not in re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", line), f"markup outside a code span: {line}"
+    assert "\n# heading" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("s-sahoo/duo", ("s-sahoo/duo", False)),
+        ("gpt2", ("gpt2", False)),
+        ("https://me:secret@host.org/models/tiny?key=secret", ("tiny", True)),
+        ("https://huggingface.co/gpt2", ("gpt2", True)),
+        ("s3://bucket/secret/model", ("model", True)),
+        ("C:\\Users\\me\\model", ("model", True)),
+        ("/home/me/model", ("model", True)),
+        ("../me/model", ("model", True)),
+        ("~/model", ("model", True)),
+        ("a/b/c", ("c", True)),
+        ("", ("", False)),
+    ],
+)
+def test_only_valid_ids_are_shown_as_ids(name, shown):
+    assert _public_name(name) == shown

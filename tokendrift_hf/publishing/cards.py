@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from importlib.resources import files
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, TrainingArguments
 
 from .. import __version__
@@ -122,8 +126,9 @@ class Card:
             self._metadata(),
             template_str=template,
             card=self,
-            title=self.repo.rpartition("/")[2] if self.repo else _title(self),
-            location=self.repo or "path/to/this/directory",
+            quoted=_quoted,
+            title=_quoted(self.repo.rpartition("/")[2]) if self.repo else _title(self),
+            location=_literal(self.repo or "path/to/this/directory"),
             code=self._code(),
             origin=self._origin(),
             steps=sorted({row["num_steps"] for row in self.results}) or [4, 8, 16],
@@ -138,7 +143,7 @@ class Card:
     def _code(self) -> dict[str, str]:
         """Lines of Python for the template: what is imported, and how a model and the base of adapters are loaded."""
         base = f"path/to/{self.base or 'the-base'}" if self.base_is_local or not self.base else self.base
-        base = f'"{base}"' + (f', revision="{self.base_revision}"' if self.base_revision else "")
+        base = _literal(base) + (f", revision={_literal(self.base_revision)}" if self.base_revision else "")
         if self.auto_class is None:
             ours = f"from tokendrift_hf import {self.model_class}\nfrom transformers import AutoTokenizer"
             return {
@@ -163,8 +168,8 @@ class Card:
         if not self.base:
             return "It was not loaded from anywhere, but made in the program that trained it."
         if self.base_is_local:
-            return f"It starts from a local checkpoint named `{self.base}`."
-        revision = f", revision `{self.base_revision}`" if self.base_revision else ""
+            return f"It starts from a local checkpoint named {_quoted(self.base)}."
+        revision = f", revision {_quoted(self.base_revision)}" if self.base_revision else ""
         return f"It starts from [{self.base}](https://huggingface.co/{self.base}){revision}."
 
     def _metadata(self) -> ModelCardData:
@@ -217,10 +222,32 @@ def _title(card: Card) -> str:
 
 
 def _public_name(name: str) -> tuple[str, bool]:
-    """What may be told of a model or data set, and whether it is local: of a path its last part alone."""
-    is_local = Path(name).exists() if name else False
-    is_local = is_local or Path(name).is_absolute() or name.count("/") > 1 or name.startswith((".", "~"))
-    return (Path(name).resolve().name, True) if is_local else (name, False)
+    """What may be told of a model or data set, and whether it is local.
+
+    Only what is a valid id is shown as one. Of a path or an address its last part is told, without what follows a
+    question mark, which may be a key.
+    """
+    try:
+        validate_repo_id(name)
+        is_local = os.path.exists(name)
+    except HFValidationError:
+        is_local = bool(name)
+    if not is_local:
+        return name, False
+    path = os.path.realpath(name) if os.path.exists(name) else re.split(r"[?#]", name)[0]
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1].rpartition("@")[2], True
+
+
+def _quoted(value) -> str:
+    """A code span of Markdown in one line, in which nothing of the value is markup, also in the cell of a table."""
+    text = " ".join(str(value).split()).replace("|", r"\|") or " "
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
+
+
+def _literal(text: str) -> str:
+    """A string of Python in double quotes, which neither it nor a fence around it can leave."""
+    return json.dumps(text).replace("`", r"\u0060")
 
 
 def _finite(x) -> bool:
