@@ -33,7 +33,15 @@ SMALL = (
 @pytest.fixture(scope="module")
 def stand_ins(text_files) -> list[str]:
     """Flags that put small things in the place of the recipe's."""
-    pairs = [{"prompt": f"Return the {word}", "completion": "of an object"} for word in "name size type kind".split()]
+    columns = {"prompt": "completion", "question": "answer"}  # as the recipes name them
+    pairs = [
+        {
+            name: text
+            for pair in columns.items()
+            for name, text in zip(pair, (f"Return the {word}", "of an object"), strict=True)
+        }
+        for word in "name size type kind".split()
+    ]
     (text_files / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     base = str(text_files / "base")
     return ["--model", base, "--tokenizer", base, "--revision", "null"]

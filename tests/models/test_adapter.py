@@ -30,7 +30,9 @@ def pair(model_type: str, **changes):
 def calls_of(module: torch.nn.Module) -> list[torch.Size]:
     """The shapes of all completed calls of a module, from now on."""
     shapes = []
-    module.register_forward_hook(lambda module, args, output: shapes.append(args[0].shape))
+    module.register_forward_hook(
+        lambda module, args, kwargs, output: shapes.append((args or tuple(kwargs.values()))[0].shape), with_kwargs=True
+    )
     return shapes
 
 
@@ -94,6 +96,21 @@ def test_hidden_states_are_the_outputs_of_the_blocks(model_type):
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
     assert len(states) == 4
     assert all(state.equal(output) for state, output in zip(states[1:], outputs, strict=True))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_blocks_beyond_the_wanted_one_are_not_run(model_type):
+    _, model = pair(model_type)
+    embeds = model.get_input_embeddings().weight[some_ids()]
+    every = model.hidden_states(embeds)[0]
+    runs = [calls_of(block) for block in model.blocks]
+    for wanted in range(4):
+        for calls in runs:
+            calls.clear()
+        states = model.hidden_states(embeds, num_blocks=wanted)[0]
+        assert [len(calls) for calls in runs] == [1] * wanted + [0] * (3 - wanted)
+        assert all(state.equal(other) for state, other in zip(states, every[: wanted + 1], strict=True))
 
 
 @torch.no_grad()
