@@ -150,7 +150,11 @@ def prompted(
         )
     copies = num_samples if len(input_ids) == 1 and num_samples else 1
     for name, mask in (("attention_mask", attention_mask), ("prompt_mask", prompt_mask)):
-        if mask is not None and mask.shape != input_ids.shape:
+        if mask is None:
+            continue
+        if not isinstance(mask, torch.Tensor) or mask.is_complex() or mask.isnan().any():
+            raise ValueError(f"{name} is a {type(mask).__name__} or holds nan. It must be a tensor of zeros and ones.")
+        if mask.shape != input_ids.shape:
             raise ValueError(f"{name} is {list(mask.shape)}. It must be {list(input_ids.shape)}, as input_ids.")
     x = input_ids.long().repeat(copies, 1)
     present = torch.ones_like(x, dtype=torch.bool)

@@ -14,8 +14,8 @@ from .canvas_tokendrift import Texts, prompted, unprompted
 from .denoiser_tokendrift import Denoiser, Noise, draw_dtype
 from .ending_tokendrift import Ending
 from .observer_tokendrift import DiffusionStep, Observer
-from .samplers_tokendrift import SAMPLERS
-from .settings_tokendrift import DiffusionGenerationConfig, check_controls, check_lengths, check_sampler, is_whole
+from .samplers_tokendrift import SAMPLERS, is_whole
+from .settings_tokendrift import DiffusionGenerationConfig, check_controls, check_lengths, check_sampler
 
 logger = logging.get_logger(__name__)
 
@@ -111,7 +111,7 @@ class DiffusionGenerationMixin:
         """
         # 1. Settings
         given, settings = self._settings(generation_config, settings)
-        check_sampler(settings, given, has_mask=self.process.mask_id is not None)
+        check_sampler(settings, given, self.process)
         check_lengths(settings, self.longest)
         check_controls(settings, given, self.process)
         for name, value in (("chunk_size", chunk_size), ("rows_per_call", rows_per_call)):
@@ -198,6 +198,9 @@ class DiffusionGenerationMixin:
             raise ValueError(f"seed={seed!r}. It must be a whole number from 0 to 2^64 - 1.")
         if seed is not None and generator is not None:
             raise ValueError("Both seed and generator are given. Give one of them.")
+        sources = generator if isinstance(generator, (list, tuple)) else [generator]
+        if not all(source is None or isinstance(source, torch.Generator) for source in sources):
+            raise ValueError(f"generator={generator!r}. Give a torch.Generator, or a list with one a row.")
         if isinstance(generator, (list, tuple)) and len(generator) != num_rows:
             raise ValueError(f"{len(generator)} generators for {num_rows} rows. Give one a row, or one.")
         if seed is not None:

@@ -44,6 +44,10 @@ class Observer:
     def __init__(
         self, texts: Texts, streamer=None, callback: Callable[[DiffusionStep], None] | None = None, keep_history=False
     ):
+        if callback is not None and not callable(callback):
+            raise ValueError(f"callback is a {type(callback).__name__}. It must be a function of a DiffusionStep.")
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ValueError(f"streamer is a {type(streamer).__name__}. It must have put() and end(), as BaseStreamer.")
         self.texts, self.streamer, self.callback = texts, streamer, callback
         self.history: list[torch.Tensor] | None = [] if keep_history else None
         self.shown = int(texts.free[0].to(torch.uint8).argmax())  # where the part that the streamer was given ends

@@ -20,6 +20,16 @@ TIE = 1e-5  # certainties closer than this are one: rounding in float32 networks
 LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
 
 
+def is_whole(value, least: int) -> bool:
+    """Whether `value` is an int of at least `least`. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value) -> bool:
+    """Whether `value` is an int or a float. A bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[float]) -> list[float]:
     """N + 1 times from 1 down to 1e-5.
 
@@ -32,6 +42,8 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
     """
     N = num_steps
     if not isinstance(spec, str):
+        if not isinstance(spec, (list, tuple)) or not all(is_number(time) for time in spec):
+            raise ValueError(f"time_grid={spec!r}. It must be the name of a grid or a list of times.")
         times = [float(time) for time in spec]
         falls = all(t >= s for t, s in zip(times, times[1:], strict=False))
         if len(times) != N + 1 or not falls or times[0] > 1 or times[-1] <= 0:
@@ -45,7 +57,7 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
     if spec == "cosine":
         angle = torch.linspace(0, torch.pi / 2, N + 1, dtype=torch.float64)
         return (1 - angle.sin()).clamp_min(LAST_TIME).tolist()
-    match = re.fullmatch(r"linear-constant-linear-([0-9.]+)(-inv)?", spec)
+    match = re.fullmatch(r"linear-constant-linear-([0-9]*\.?[0-9]+)(-inv)?", spec)
     if not match or not 0 < float(match[1]) < 1:
         raise ValueError(
             f"Unknown time_grid {spec!r}. Give 'linear', 'cosine', 'linear-constant-linear-c' or "
@@ -56,6 +68,12 @@ def time_grid(spec: str | Sequence[float], num_steps: int, fractions: Sequence[f
     down = torch.linspace(1, level, high + 1, dtype=torch.float64).tolist() if high else [1.0]
     rest = torch.linspace(level, LAST_TIME, N - high - middle + 1, dtype=torch.float64).tolist()[1:]
     return down + [level] * middle + rest
+
+
+def are_fractions(values) -> bool:
+    """Whether these are the fractions of the steps that are early and middle."""
+    two = isinstance(values, (list, tuple)) and len(values) == 2 and all(is_number(value) for value in values)
+    return two and min(values) >= 0 and sum(values) <= 1
 
 
 def kappas(modes: str | Sequence[str], fractions: Sequence[float], alphas: Sequence[float]) -> list[float]:
@@ -74,10 +92,11 @@ def kappas(modes: str | Sequence[str], fractions: Sequence[float], alphas: Seque
         N values. The duo repository sets the last of every segment to 1; here every step follows its mode.
     """
     N = len(alphas) - 1
-    modes = [modes] * 3 if isinstance(modes, str) else list(modes)
-    if len(modes) != 3 or len(fractions) != 2 or min(fractions) < 0 or sum(fractions) > 1:
+    modes = [modes] * 3 if isinstance(modes, str) else modes
+    named = isinstance(modes, (list, tuple)) and len(modes) == 3 and all(isinstance(mode, str) for mode in modes)
+    if not named or not are_fractions(fractions):
         raise ValueError(
-            f"psi={modes} with psi_fractions={list(fractions)}: give one mode or three (early, middle, late), and two "
+            f"psi={modes!r} with psi_fractions={fractions!r}: give one mode or three (early, middle, late), and two "
             "fractions of the steps, early and middle, of sum at most 1."
         )
     high, middle = (round(fraction * N) for fraction in fractions)
@@ -85,7 +104,7 @@ def kappas(modes: str | Sequence[str], fractions: Sequence[float], alphas: Seque
     for i, (alpha_t, alpha_s) in enumerate(zip(alphas, alphas[1:], strict=False)):
         mode = modes[0 if i < high else 1 if i < high + middle else 2]
         name, eta = mode, None
-        if match := re.fullmatch(r"(constant|constant-remdm|max-capped|max-rescale)-([0-9.]+)", mode):
+        if match := re.fullmatch(r"(constant|constant-remdm|max-capped|max-rescale)-([0-9]*\.?[0-9]+)", mode):
             name, eta = match[1], float(match[2])
         most = (1 - alpha_s) / alpha_t
         if name in ("pure-posterior", "pure-pc"):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from .samplers_tokendrift import SAMPLERS
+from .samplers_tokendrift import SAMPLERS, are_fractions, is_number, is_whole, kappas, time_grid
 
 logger = logging.get_logger(__name__)
 
@@ -148,26 +148,17 @@ class DiffusionGenerationConfig(GenerationConfig):
         return cls(**copy.deepcopy(cls.defaults))
 
 
-def is_whole(value, least: int) -> bool:
-    """Whether `value` is an int of at least `least`. A bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value) -> bool:
-    """Whether `value` is an int or a float. A bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def check_sampler(settings: DiffusionGenerationConfig, given: set[str], has_mask: bool):
+def check_sampler(settings: DiffusionGenerationConfig, given: set[str], process):
     """Refuse a sampler that this process cannot use, and settings that this sampler does not read.
 
     Args:
         given: names of the settings given in the call itself. Stored ones may belong to another sampler.
-        has_mask: whether the process has a mask.
+        process: of the model.
     """
+    has_mask = process.mask_id is not None
     possible = [name for name, sampler in SAMPLERS.items() if has_mask or not sampler.needs_mask]
     if settings.sampler not in possible:
-        why = "needs a process with masks" if settings.sampler in SAMPLERS else "is not known"
+        why = "needs a process with masks" if settings.sampler in list(SAMPLERS) else "is not known"
         raise ValueError(f"sampler={settings.sampler!r} {why}. Give one of {possible}.")
     for name in SAMPLERS[settings.sampler].unused:
         if name in given:
@@ -189,6 +180,15 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], has_mask
         raise ValueError(f"num_steps={settings.num_steps!r}. It must be a whole number, at least 1.")
     if settings.noise_removal not in ("ancestral", "greedy", "none"):
         raise ValueError(f"noise_removal={settings.noise_removal!r}. Give 'ancestral', 'greedy' or 'none'.")
+    if not are_fractions(settings.psi_fractions):
+        raise ValueError(
+            f"psi_fractions={settings.psi_fractions!r}. Give two fractions of the steps, early and middle, of sum at "
+            "most 1."
+        )
+    if "time_grid" not in SAMPLERS[settings.sampler].unused:
+        times = time_grid(settings.time_grid, settings.num_steps, settings.psi_fractions)
+        if settings.sampler == "psi":
+            kappas(settings.psi, settings.psi_fractions, [1 - t / 2 for t in times])
 
 
 def check_lengths(settings: DiffusionGenerationConfig, longest: int):
@@ -206,7 +206,7 @@ def check_lengths(settings: DiffusionGenerationConfig, longest: int):
 
 
 def check_controls(settings: DiffusionGenerationConfig, given: set[str], process):
-    """Refuse what is no control of the prediction of a process, no precision and no form of output."""
+    """Refuse what is no control of the prediction of a process, no precision, no id and no form of output."""
     temperature, top_k, top_p = settings.temperature, settings.top_k, settings.top_p
     if not (is_number(temperature) and (temperature == 0 or 1e-6 <= temperature < float("inf"))):
         raise ValueError(f"temperature={temperature!r}. It must be 0, which is greedy, or a number from 1e-6.")
@@ -216,6 +216,7 @@ def check_controls(settings: DiffusionGenerationConfig, given: set[str], process
         raise ValueError(f"top_p={top_p!r}. It must be a number in (0, 1]. 1 keeps every token.")
     if settings.suppress_tokens is not None:
         _check_suppressed(settings.suppress_tokens, process)
+    _check_ids_and_flags(settings)
     if settings.precision not in ("float64", "float32"):
         raise ValueError(f"precision={settings.precision!r}. Give 'float64' or 'float32'.")
     if "output_history" in given and settings.output_history and not settings.return_dict_in_generate:
@@ -231,3 +232,15 @@ def _check_suppressed(ids, process):
         raise ValueError(f"suppress_tokens={ids!r}. It must be a list of ids from 0 to {process.vocab_size - 1}.")
     if len({*ids} | {process.mask_id} - {None}) == process.vocab_size:
         raise ValueError("suppress_tokens holds every id that can be sampled. Leave some out.")
+
+
+def _check_ids_and_flags(settings: DiffusionGenerationConfig):
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(settings, name)
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if value is not None and not (several and all(is_whole(token, 0) for token in several)):
+            raise ValueError(f"{name}={value!r}. It must be an id, or a list of ids.")
+    for name in ("trim_eos", "return_dict_in_generate", "output_history"):
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}. It must be True or False.")
