@@ -189,7 +189,7 @@ class DriftConfig(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        _number("learning_rate", self.learning_rate, at_least=0)
+        self._check_trainer()
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
         self._check_inherited()
@@ -288,6 +288,26 @@ class DriftConfig(TrainingArguments):
                 "ema_decay with save_only_model=True leaves the averaged weights out of the checkpoints, so that "
                 "load_best_model_at_end cannot restore them. Switch one of the three off."
             )
+
+    def _check_trainer(self):
+        """Numbers of `TrainingArguments` that it takes as they come."""
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            _number(name, getattr(self, name), at_least=1, whole=True)
+        for name in ("dataloader_num_workers", "seed"):
+            _number(name, getattr(self, name), at_least=0, whole=True)
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
+            _number(name, getattr(self, name), at_least=0)
+        _number("max_steps", self.max_steps, at_least=-1, whole=True)
+        for name in ("adam_beta1", "adam_beta2"):
+            _number(name, getattr(self, name), at_least=0)
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} never takes in a new gradient: it must be below 1.")
+        if self.save_total_limit is not None:
+            _number("save_total_limit", self.save_total_limit, at_least=0, whole=True)
+        for name in ("logging_steps", "save_steps"):
+            _number(name, getattr(self, name), above=0)
+        if not isinstance(self.gather_features, bool):
+            raise ValueError(f"gather_features must be true or false, but it is {self.gather_features!r}.")
 
     def _check_samples(self):
         if not isinstance(self.gen_ppl_num_steps, (list, tuple)):
