@@ -93,8 +93,7 @@ class DriftTrainer(ResumableTrainer):
         if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
             args.feature_layers = list(self.encoder.layers)  # the card and a resumed run name what was used
-        length, mask_id = base.longest, self.process.mask_id
-        kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, length, mask_id))
+        kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, base.longest, self.process.mask_id))
         super().__init__(model=model, args=args, **kwargs)
         # After the Trainer has read the launch: only now the device and FSDP are known.
         if self.is_fsdp_enabled and encoder == "base":
@@ -259,8 +258,9 @@ class DriftTrainer(ResumableTrainer):
                 rows = slice(start, start + size)
                 part = {name: x[rows] for name, x in inputs.items()}
                 batch = self._corrupt(part, (self.args.seed, EVALUATE), numbers[rows], num_rows=None)
-                outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
-                totals, tokens = row_nelbo(self.process, outputs.logits, batch, chunk_size=EVALUATED_POSITIONS)
+                logits = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask).logits
+                totals, tokens = row_nelbo(self.process, logits, batch, chunk_size=EVALUATED_POSITIONS)
+                del logits  # before the next ones are made
                 self._row_sums.add(numbers[rows], totals, tokens)
         return None, None, None
 
