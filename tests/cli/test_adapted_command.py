@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from stand_ins import V, masked_lm, text_rows, tiny_tokenizer
+from stand_ins import V, decoder, masked_lm, text_rows, tiny_tokenizer
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from tokendrift_hf.cli.command import main
 from tokendrift_hf.models.adaptation import ADAPTATION
+from tokendrift_hf.models.loading import load_model
 
 SMALL = "--block_size 12 --max_steps 2 --per_device_train_batch_size 2 --num_steps 2 --num_seeds 1 --num_samples 2"
 SMALL += " --save_strategy no --use_cpu true --bf16 false --disable_tqdm true"
@@ -85,6 +86,48 @@ def test_the_refined_model_is_an_ordinary_bert(files, run):
     else:
         model = BertForMaskedLM.from_pretrained(run / "refined")
     assert type(model) is BertForMaskedLM
+
+
+# Chat
+
+TEMPLATE = (
+    "{% for m in messages %}[CLS] {{ m['content'] }} [SEP] {% endfor %}{% if add_generation_prompt %}w4 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A decoder that sees both sides, whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chatty")
+    decoder("qwen3").save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_chat_is_answered_in_the_tokenizers_template(chatty, tmp_path):
+    """What is said and the marks around it are seen by the model, and the answer alone is printed, up to its end."""
+    output = tmp_path / "answers.jsonl"
+    words = ["generate", str(chatty), "--chat", "w5 w6", "--chat", "w7", "--num-samples", "2", "--num-steps", "4"]
+    words += ["--max-new-tokens", "6", "--block-length", "3", "--sampler", "confidence", "--temperature", "0"]
+    assert main([*words, "--output", str(output)]) == 0
+    samples = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [sample["prompt"] for sample in samples] == ["w5 w6", "w5 w6", "w7", "w7"]
+    model, rows = load_model(str(chatty)), [[1, 5, 6, 2, 4], [1, 7, 2, 4]]
+    settings = {"max_new_tokens": 6, "block_length": 3, "sampler": "confidence", "temperature": 0.0, "num_steps": 4}
+    for sample, row in zip(samples[::2], rows, strict=True):
+        ids = model.generate(torch.tensor([row]), seed=0, trim_eos=True, eos_token_id=2, **settings)[0, len(row) :]
+        assert sample["text"].split() == tiny_tokenizer().decode(ids).replace("[SEP]", "").split()
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(files, capsys):
+    assert "The tokenizer has no chat template" in refused(capsys, "generate", str(files / "bert"), "--chat", "w5")
+
+
+def test_a_prompt_and_a_chat_together_are_refused(chatty, capsys):
+    line = refused(capsys, "generate", str(chatty), "--chat", "w5", "--prompt", "w6")
+    assert "--prompt is continued and --chat is answered" in line
 
 
 # What is refused

@@ -19,12 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="text to continue, up to the end of the document; may be there several times",
     )
+    parser.add_argument(
+        "--chat",
+        action="append",
+        default=[],
+        help="what a user says, in the tokenizer's chat template; may be there several times",
+    )
     parser.add_argument(*spellings("num_samples"), type=int, default=1, help="how many, of each prompt (default 1)")
     parser.add_argument(
         *spellings("num_steps"), type=int, help="sampling steps (default: the model's setting, else 16)"
     )
     parser.add_argument(
         *spellings("max_new_tokens"), type=int, help="after the prompt (default: up to the model's length)"
+    )
+    parser.add_argument(
+        *spellings("block_length"), type=int, help="write in blocks of so many tokens from left to right (LLaDA's way)"
     )
     parser.add_argument("--stride", type=int, help="write text longer than the model in windows this far apart")
     parser.add_argument("--sampler", help="sampler of generate() (default: the model's, else ancestral)")
@@ -48,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
+    from ..data.chat import chat_ends, chat_rows
     from ..data.decoding import decode, ids_to_suppress
     from ..data.packing import row_ends
     from ..files import write_text
@@ -58,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
     if options.num_samples < 1:
         raise ValueError(f"--num-samples {options.num_samples}: it must be at least 1.")
-    prompts = [text for text in options.prompt for _ in range(options.num_samples)]
+    if options.prompt and options.chat:
+        raise ValueError("--prompt is continued and --chat is answered. Give one of them.")
+    prompts = [text for text in options.prompt or options.chat for _ in range(options.num_samples)]
     num_rows = len(prompts) or options.num_samples
     if options.watch and num_rows != 1:
         raise ValueError(f"--watch shows one text, but {num_rows} are asked for.")
@@ -68,16 +80,20 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(options.tokenizer or options.model, trusted)
     settings = {
         name: getattr(options, name)
-        for name in ("num_steps", "max_new_tokens", "stride", "sampler", "temperature", "top_k", "top_p")
+        for name in "num_steps max_new_tokens block_length stride sampler temperature top_k top_p".split()
         if getattr(options, name) is not None
     }
     inputs = {"num_samples": num_rows, "seed": options.seed, "suppress_tokens": ids_to_suppress(model, tokenizer)}
     if prompts:
-        bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
-        rows = [torch.tensor([bos, *ids]) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-        inputs["input_ids"] = pad_sequence(rows, batch_first=True)
-        inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        settings |= {"trim_eos": True, "eos_token_id": eos}
+        if options.chat:
+            rows, ends = chat_rows(tokenizer, prompts), chat_ends(tokenizer)
+        else:
+            bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
+            rows, ends = [[bos, *ids] for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]], [eos]
+        told = [torch.tensor(row) for row in rows]
+        inputs["input_ids"] = pad_sequence(told, batch_first=True)
+        inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in told], batch_first=True)
+        settings |= {"trim_eos": True, "eos_token_id": ends}
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.longest
     if options.watch:
@@ -85,10 +101,11 @@ def run(options: argparse.Namespace) -> int:
     output = model.generate(**inputs, **settings, return_dict_in_generate=True)
     if options.watch:
         watch.end()
-    rows = [row[:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
-    if prompts:  # without the ends
-        rows = [row[1 : -1 if row[-1] == eos else None] for row in rows]
-    texts, num_left_out = decode(tokenizer, rows)
+    written = [row[:n].tolist() for row, n in zip(output.sequences, output.lengths, strict=True)]
+    if prompts:  # without the ends, and of a chat the answer alone
+        starts = [len(row) if options.chat else 1 for row in rows]
+        written = [x[n : -1 if x[-1] in ends else None] for x, n in zip(written, starts, strict=True)]
+    texts, num_left_out = decode(tokenizer, written)
     record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
     record["num_forward_passes"] = output.num_forward_passes
     record |= {name: value for name, value in output.settings.items() if value is not None}
