@@ -31,7 +31,7 @@ def test_shorter_rows_are_padded_and_masks_kept():
 @pytest.mark.parametrize(
     "rows, match",
     [
-        ([{"text": "a"}], r"column input_ids .* found \['text'\]"),
+        ([{"text": "a"}], r"no column input_ids; found \['text'\].*pack_documents"),
         ([{"input_ids": []}], "A row has 0 tokens, but the model takes 1 to 4"),
         ([{"input_ids": [1] * 5}], "A row has 5 tokens, but the model takes 1 to 4"),
         ([{"input_ids": [-1, 2]}], "Token ids run from -1 to 2, but the model knows 0 to 9"),

@@ -161,7 +161,7 @@ def test_rows_of_text_and_of_prompts_lie_between_the_same_ends(tokenizer, bos, f
 
 
 def test_block_size_and_eos_are_checked(tokenizer):
-    with pytest.raises(ValueError, match="block_size is 2"):
+    with pytest.raises(ValueError, match="block_size is 2; it must be a whole number of at least 3"):
         pack_documents(as_text([[1]]), tokenizer, 2)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):

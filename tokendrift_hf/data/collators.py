@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +30,7 @@ class CleanCollator:
             ValueError: a row without `input_ids`, without tokens or longer than the model; a token id outside the
                 vocabulary; the mask in clean text; a mask or labels of another length than the tokens.
         """
-        if "input_ids" not in rows[0]:
-            raise ValueError(
-                f"Training rows need a column input_ids of clean token ids; found {sorted(rows[0])}. Tokenise and pack "
-                "the text first (tokendrift_hf.data.pack_documents)."
-            )
-        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        ids = _column(rows, "input_ids")
         lengths = [len(x) for x in ids]
         if min(lengths) == 0 or max(lengths) > self.max_length:
             raise ValueError(
@@ -48,23 +43,37 @@ class CleanCollator:
                 f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place "
                 "in clean text. Check that the tokenizer has no such token."
             )
-        for name in ("attention_mask", "prompt_mask", "labels"):
-            for row, length in zip(rows, lengths, strict=True):
-                if name in row and len(row[name]) != length:
-                    raise ValueError(
-                        f"A row has {len(row[name])} values of {name} for {length} tokens: give one a token."
-                    )
         batch = {"input_ids": _padded(ids, 0)}
-        masks = [
-            torch.as_tensor(row["attention_mask"]) if "attention_mask" in row else torch.ones(n, dtype=torch.long)
-            for row, n in zip(rows, lengths, strict=True)
-        ]
-        if "attention_mask" in rows[0] or min(lengths) < max(lengths):
-            batch["attention_mask"] = _padded(masks, 0)
-        for name, padding in (("prompt_mask", 0), ("labels", -100)):
-            if name in rows[0]:
-                batch[name] = _padded([torch.as_tensor(row[name], dtype=torch.long) for row in rows], padding)
+        if any("attention_mask" in row for row in rows) or min(lengths) < max(lengths):
+            rows = [{"attention_mask": torch.ones_like(x)} | row for row, x in zip(rows, ids, strict=True)]
+        for name, padding in (("attention_mask", 0), ("prompt_mask", 0), ("labels", -100)):
+            if any(name in row for row in rows):
+                batch[name] = _padded(_column(rows, name, lengths), padding)
         return batch
+
+
+def _column(rows: list[dict], name: str, lengths: list[int] | None = None) -> list[Tensor]:
+    """The whole numbers of a column, a row each; `lengths` says how many there must be."""
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(f"A batch is a list of rows with their columns by name; found {str(rows)[:80]}.")
+    values = []
+    for i, row in enumerate(rows):
+        if name not in row:
+            remedy = "Give it in every row, or in none."
+            if name == "input_ids":
+                remedy = "Tokenise and pack the text first (tokendrift_hf.data.pack_documents)."
+            raise ValueError(f"Row {i} of a batch has no column {name}; found {sorted(map(str, row))}. {remedy}")
+        try:
+            value = torch.as_tensor(row[name])
+        except (TypeError, ValueError, RuntimeError):
+            value = None
+        empty = value is not None and value.shape == (0,)
+        if value is None or value.dim() != 1 or not empty and (value.is_floating_point() or value.is_complex()):
+            raise ValueError(f"{name} of row {i} is {str(row[name])[:60]}; needed is a list of whole numbers.")
+        if lengths is not None and len(value) != lengths[i]:
+            raise ValueError(f"A row has {len(value)} values of {name} for {lengths[i]} tokens: give one a token.")
+        values.append(value.long())
+    return values
 
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:
@@ -101,10 +110,12 @@ class DiffusionCollator:
         Raises:
             ValueError: rows of different lengths.
         """
-        lengths = {len(row["input_ids"]) for row in rows}
-        if len(lengths) > 1:
-            raise ValueError(f"rows of lengths {sorted(lengths)} in one batch; pack the text with pack_documents.")
-        x_0 = torch.from_numpy(np.array([row["input_ids"] for row in rows], dtype=np.int64))
+        ids = _column(rows, "input_ids")
+        lengths = sorted({len(row) for row in ids})
+        if len(lengths) > 1 or lengths == [0]:
+            raise ValueError(f"Rows of lengths {lengths} in one batch. Pack the text with pack_documents.")
+        x_0 = torch.stack(ids)
+        check_token_ids(int(x_0.min()), int(x_0.max()), self.process.vocab_size)
         digest = hashlib.sha256(f"{self.seed}/".encode() + x_0.numpy().tobytes()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         t = stratified_times(torch.rand(len(rows), generator=generator), self.eps)
@@ -112,6 +123,6 @@ class DiffusionCollator:
         random_tokens = torch.randint(self.process.vocab_size, x_0.shape, generator=generator)
         x_t = self.process.corrupt(x_0, t, uniforms, random_tokens)
         batch = {"input_ids": x_t, "timesteps": t, "labels": x_0}
-        if "attention_mask" in rows[0]:
-            batch["attention_mask"] = torch.tensor([list(row["attention_mask"]) for row in rows])
+        if any("attention_mask" in row for row in rows):
+            batch["attention_mask"] = torch.stack(_column(rows, "attention_mask", [len(row) for row in ids]))
         return batch

@@ -22,6 +22,7 @@ from ..hub.process_tokendrift import check_token_ids
 logger = logging.getLogger(__name__)
 
 _DOCUMENTS_PER_CALL = 1000
+TEXT = (datasets.Value("string"), datasets.Value("large_string"), datasets.Value("null"))
 
 
 def pack_documents(
@@ -54,8 +55,10 @@ def pack_documents(
         ValueError: no document; fewer tokens than fill one row; `block_size` under 3; no eos token; token ids outside
             [0, vocab_size).
     """
-    if block_size < 3:
-        raise ValueError(f"block_size is {block_size}; a row holds bos, eos and at least one token, so give 3 or more.")
+    check_text(documents, ["text"])
+    check_size("block_size", block_size, at_least=3)
+    if vocab_size is not None:
+        check_size("vocab_size", vocab_size, at_least=1)
     row_ends(tokenizer)
     options = {
         "documents": documents.select_columns(["text"]),
@@ -119,6 +122,28 @@ def pad_tokens(
     return cut
 
 
+def check_text(rows: datasets.Dataset | datasets.IterableDataset, columns: list[str]) -> None:
+    """Raise ValueError unless these are rows of a data set with these columns of text."""
+    if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+        splits = f" Take one split of it: {list(rows)}." if isinstance(rows, dict) else ""
+        raise ValueError(
+            "Text is a datasets.Dataset or IterableDataset, as load_text gives it, not a "
+            f"{type(rows).__name__}.{splits}"
+        )
+    for column in columns:
+        if rows.column_names is not None and column not in rows.column_names:
+            raise ValueError(f"The text has no column {column!r}; it has {rows.column_names}. Rename one of them.")
+        kind = None if rows.features is None else rows.features[column]
+        if kind not in (None, *TEXT):
+            raise ValueError(f"Column {column!r} holds {kind}, not text.")
+
+
+def check_size(name: str, value: int, *, at_least: int) -> None:
+    """Raise ValueError unless the value is a whole number of at least this."""
+    if type(value) is not int or value < at_least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {at_least}.")
+
+
 def row_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """The ids between which every row of this package lies: bos and eos.
 
@@ -127,6 +152,8 @@ def row_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     Raises:
         ValueError: no eos token.
     """
+    if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
+        raise ValueError(f"A tokenizer of transformers is needed, not {str(tokenizer)[:60]!r}.")
     eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eos is None:
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from .packing import row_ends
+from .packing import check_size, check_text, row_ends
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ def pack_prompts(
     Raises:
         ValueError: no eos token; no pair that fits.
     """
+    if isinstance(pairs, datasets.IterableDataset):
+        raise ValueError("Pairs of prompt and completion cannot be a stream. Load them with streaming=False.")
+    check_text(pairs, ["prompt", "text"])
+    check_size("block_size", block_size, at_least=4)
     row_ends(tokenizer)
     options = {"pairs": pairs, "tokenizer": tokenizer, "block_size": block_size, "fill_eos": fill_eos}
     ids = datasets.List(datasets.Value("int32"))

@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 
 import datasets
+from huggingface_hub.utils import HFValidationError
+
+from .packing import TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,14 @@ def load_text(
     Raises:
         ValueError: unknown or empty split; column missing or not text; files missing, of several kinds or all empty.
     """
+    given = {"name": name, "split": split, "config": config, "revision": revision, "text_column": text_column}
+    given |= {"prompt_column": prompt_column}
+    for argument, value in given.items():
+        optional = argument in ("config", "revision", "prompt_column") and value is None
+        if not optional and (not isinstance(value, str) or not value):
+            raise ValueError(f"{argument}={value!r}: it must be text.")
+    if prompt_column == text_column:
+        raise ValueError(f"prompt_column and text_column are both {text_column!r}; they are two columns.")
     if name == "documentation":
         text = _documentation(split, streaming)
     elif Path(name).exists() or Path(name).suffix in _BUILDERS:
@@ -58,15 +69,18 @@ def load_text(
     elif name in ("openwebtext", _OPENWEBTEXT):
         text = _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
     else:
-        text = datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+        try:
+            text = datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+        except (OSError, HFValidationError) as error:  # also: no network, no such data set
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"There is no data set {name!r}: no file here, none on the hub ({reason}).") from error
     wanted = {text_column: "text"} | ({} if prompt_column is None else {prompt_column: "prompt"})
-    strings = (datasets.Value("string"), datasets.Value("large_string"))
     for column in wanted:
         if text.column_names is not None and column not in text.column_names:
             raise ValueError(
                 f"{name} has no column {column!r}; it has {text.column_names}. Set text_column to one of them."
             )
-        if text.features is not None and text.features[column] not in strings:
+        if text.features is not None and text.features[column] not in TEXT:
             raise ValueError(f"column {column!r} of {name} is {text.features[column]}, not text.")
     text = text.select_columns(list(wanted))
     return text.rename_columns({old: new for old, new in wanted.items() if old != new})

@@ -56,6 +56,11 @@ class DiTConfig(PreTrainedConfig):
                 kwargs.pop(name, None)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
+        for name in ("vocab_size", "hidden_size", "cond_dim", "num_hidden_layers", "num_attention_heads"):
+            self._check_whole(name)
+        self._check_whole("max_position_embeddings")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} in a configuration. It must be a number from 0 to below 1.")
         if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} cannot be split into num_attention_heads={self.num_attention_heads} "
@@ -64,6 +69,11 @@ class DiTConfig(PreTrainedConfig):
             )
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=True is not supported: the released layout has two separate tables.")
+
+    def _check_whole(self, name: str):
+        value = getattr(self, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r} in a configuration. It must be a whole number, at least 1.")
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

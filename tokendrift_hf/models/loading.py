@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..files import read_json
 from ..hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
 from .adaptation import read_adaptation
@@ -46,6 +48,8 @@ def load_model(
     Raises:
         ValueError: no configuration there, or one of another kind of model; adapters whose base is missing.
     """
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise ValueError(f"A model is named by a directory or hub id, not by {name!r}.")
     foreign = {"tokenizer": tokenizer, "max_length": max_length, "trust_remote_code": trust_remote_code}
     told = told or {}
     if is_adapter(name):
@@ -60,18 +64,30 @@ def load_model(
                 "hub id into base_model_name_or_path of adapter_config.json."
             ) from error
         return merge_adapter(model, name)
-    try:
-        found, _ = PreTrainedConfig.get_config_dict(name, revision=kwargs.get("revision"))
-    except OSError as error:
-        raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
+    found = _config_of(name, kwargs.get("revision"))
     if not found:
         raise ValueError(f"There is no config.json in {name!r}. Name a folder that holds a model.")
     kwargs = {"dtype": "float32"} | kwargs
-    if found.get("model_type") in CLASSES:
+    if isinstance(found.get("model_type"), str) and found["model_type"] in CLASSES:
         return _with_weights(CLASSES[found["model_type"]].from_pretrained, name, **kwargs)
     known = told or read_adaptation(name, kwargs.get("revision"))
     foreign["tokenizer"] = None if known else load_tokenizer(tokenizer or name, trust_remote_code)
     return _with_weights(load_adapted, name, config=found, told=told, **foreign, **kwargs)
+
+
+def _config_of(name: str, revision: str | None = None) -> dict:
+    """The fields of config.json in a folder or repository; none if a folder has no such file.
+
+    Raises:
+        ValueError: there is no such folder or repository; config.json is damaged.
+    """
+    path = Path(name, "config.json")
+    if path.is_file():
+        return read_json(path)
+    try:
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two where it is JSON of another shape
+        raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
 
 
 def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
@@ -92,8 +108,7 @@ def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
         ValueError: no model there.
     """
     try:
-        config, _ = PreTrainedConfig.get_config_dict(name)
-        if config.get("model_type") in CLASSES:
+        if _config_of(name).get("model_type") in CLASSES:
             return load_model(str(name))
         return _with_weights(AutoModel.from_pretrained, str(name), dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import pickle
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
+
+from ..files import read_json
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -116,9 +117,29 @@ def is_adapter(name: str | os.PathLike) -> bool:
 
 
 def adapter_base(folder: str | os.PathLike) -> tuple[str, str | None]:
-    """The base model of the adapters in a directory: a path or hub id, and the revision."""
-    fields = json.loads(Path(folder, ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return fields.get("base_model_name_or_path") or "", fields.get("revision")
+    """The base model of the adapters in a directory: a path or hub id, and the revision.
+
+    Raises:
+        ValueError: adapter_config.json is damaged; it names no base, or one that leads back to these adapters.
+    """
+    path, seen, named = Path(folder), [], None
+    while path.resolve() not in seen:
+        seen.append(path.resolve())
+        fields = read_json(path / ADAPTER_CONFIG)
+        found = tuple(fields.get(name) for name in ("base_model_name_or_path", "revision"))
+        if not isinstance(found[0], str) or not found[0] or not isinstance(found[1], str | None):
+            raise ValueError(
+                f"{path / ADAPTER_CONFIG} has {str(found[0])[:60]!r} as its base model and {str(found[1])[:60]!r} as "
+                "its revision. Put a path or hub id into base_model_name_or_path, and text or null into revision."
+            )
+        named = named or found
+        if not is_adapter(found[0]):
+            return named
+        path = Path(found[0])
+    raise ValueError(
+        f"The adapters in {folder} have themselves as their base. Put the path or hub id of the model that they refine "
+        f"into base_model_name_or_path of {ADAPTER_CONFIG}."
+    )
 
 
 def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTrainedModel:
@@ -131,5 +152,5 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
 
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload().requires_grad_(True)
-    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:
         raise ValueError(f"The adapters in {folder} do not fit {type(base).__name__} ({error}).") from error

@@ -463,10 +463,23 @@ def tokenize(predictions: list, judge: Judge, tokenizer) -> tuple[list[str], lis
     return texts, judge.read(texts, opened), own_rows, num_left_out
 
 
-def as_lists(predictions) -> list:
-    """Lists in place of arrays and tensors."""
-    predictions = predictions.tolist() if hasattr(predictions, "tolist") else predictions
-    return [row.tolist() if hasattr(row, "tolist") else row for row in predictions]
+def as_lists(samples, name: str) -> list:
+    """Samples with lists in place of arrays and tensors.
+
+    Raises:
+        ValueError: they are not all texts, and not all lists of ids.
+    """
+    if isinstance(samples, str):
+        raise ValueError(f"{name} is a single string. Use a list of strings.")
+    samples = samples.tolist() if hasattr(samples, "tolist") else samples
+    if not isinstance(samples, list | tuple):
+        raise ValueError(f"{name} is {samples!r:.60}. Use a list of strings or of lists of ids.")
+    samples = [row.tolist() if hasattr(row, "tolist") else row for row in samples]
+    for i, row in enumerate(samples):
+        ids = isinstance(row, list | tuple) and all(type(token) is int and abs(token) < 2**63 for token in row)
+        if not (isinstance(row, str) or ids) or isinstance(row, str) != isinstance(samples[0], str):
+            raise ValueError(f"{name}[{i}] is {row!r:.60}. Use strings alone, or lists of whole numbers (ids) alone.")
+    return samples
 
 
 def strip(ids: list[int], pad_id: int | None) -> list[int]:
@@ -507,28 +520,38 @@ class GenPPL(evaluate.Metric):
             raise ValueError(f"Unknown settings {unknown}. Use some of {sorted(SETTINGS)}.")
         if settings["mode"] not in MODES:
             raise ValueError(f"mode is {settings['mode']!r}. Use one of {MODES}.")
-        if settings["dtype"] not in DTYPES:
+        if settings["dtype"] not in tuple(DTYPES):
             raise ValueError(f"dtype is {settings['dtype']!r}. Use one of {tuple(DTYPES)}.")
         for name, smallest in (("batch_size", 1), ("max_length", 2)):
             value = settings[name]
-            if value is not None and (not isinstance(value, int) or value < smallest):
+            if (value is not None or name == "batch_size") and (type(value) is not int or value < smallest):
                 raise ValueError(f"{name} is {value!r}. Use an integer of at least {smallest}.")
+        if not isinstance(settings["mauve_settings"], dict):
+            raise ValueError(f"mauve_settings is {settings['mauve_settings']!r}. Use a dict of names and values.")
+        for name in ("model_id", "model_revision", "device"):
+            if not isinstance(settings[name], str | torch.device | None):
+                raise ValueError(f"{name} is {settings[name]!r}. Use its name.")
+        for name in ("tokenizer", "model_tokenizer"):
+            if not (settings[name] is None or isinstance(settings[name], str) or callable(settings[name])):
+                raise ValueError(f"{name} is {settings[name]!r:.60}. Use a tokenizer, or its hub id or folder.")
         references, unknown = settings["mauve_references"], sorted(set(settings["mauve_settings"]) - set(MAUVE))
         if unknown:
             raise ValueError(f"Unknown mauve_settings {unknown}. Use some of {sorted(MAUVE)}.")
-        if references is not None and (isinstance(references, str) or len(references) == 0):
+        if isinstance(references, str) or references is not None and not getattr(references, "__len__", int)():
             raise ValueError(f"mauve_references is {references!r}. Use a list of texts or of lists of ids.")
         if references is not None and importlib.util.find_spec("mauve") is None:
             raise ImportError('MAUVE needs mauve-text: pip install "tokendrift-hf[mauve]", or pip install mauve-text.')
 
     def add_batch(self, *, predictions=None, references=None, **kwargs):
         """Add generated texts (list of str) or token ids (lists, array or tensor) to what `compute` will score."""
-        if isinstance(predictions, str):
-            raise ValueError("predictions is a single string. Use a list of strings.")
-        predictions = as_lists(predictions)
+        predictions = as_lists(predictions, "predictions")
         if not predictions:
             raise ValueError("predictions is empty. Gen.-PPL needs at least one sample (an empty string is one).")
         super().add_batch(predictions=predictions, **kwargs)
+
+    def add(self, *, prediction=None, reference=None, **kwargs):
+        """Add one text or list of ids."""
+        self.add_batch(predictions=[prediction], **kwargs)
 
     def compute(self, *, predictions=None, references=None, **kwargs):
         """Score the predictions given here and by `add_batch`; None on all but the main process."""
@@ -561,7 +584,7 @@ class GenPPL(evaluate.Metric):
     def _mauve(self, judge: Judge, rows: list[list[int]], tokenizer, settings, max_length) -> dict:
         """MAUVE of the samples' judge ids; the features of the references are kept for the next compute."""
         length = min(max_length, judge.window)
-        references = tokenize(as_lists(settings["mauve_references"]), judge, tokenizer)[1]
+        references = tokenize(as_lists(settings["mauve_references"], "mauve_references"), judge, tokenizer)[1]
         references = [row[:length] for row in references]
         if (judge.model, references) != self._references[:2]:
             self._references = (judge.model, references, judge.features(references, settings["batch_size"]))
