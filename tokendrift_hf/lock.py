@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-LOCK = "_tokendrift.lock"  # stays in the folder, empty; what begins with _ is never pushed
+LOCK = "_tokendrift.lock"  # stays beside what was written, empty; what begins with _ is never pushed
 WAIT = 10.0  # seconds; a process that was killed may take a moment to go, with all its children
 
 
@@ -39,6 +39,10 @@ def locked(folder: Path, wait: float | None = None) -> Iterator[None]:
         ) from error
     try:
         yield
+    except BaseException:
+        if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:
+            (folder / LOCK).unlink()  # what was refused leaves nothing
+        raise
     finally:
         lock.release()
 

@@ -259,7 +259,7 @@ def test_adapters(tmp_path):
 
 def test_rows_without_ids_or_too_long_stop_the_training(tmp_path):
     for rows, match in (
-        ([{"text": "a"}] * 4, "need a column input_ids"),
+        ([{"text": "a"}] * 4, "has no column input_ids"),
         (toy_rows(4, length=17), "17 tokens, but the model takes 1 to 16"),
         ([{"input_ids": [1, 99]}] * 4, "run from 1 to 99, but the model knows 0 to 22"),
         ([{"input_ids": [1, MASK]}] * 4, "contains the mask, id 22"),

@@ -138,12 +138,15 @@ def test_outside_training_a_signal_ends_the_program_where_it_stands():
 
 def test_a_worker_that_was_forked_can_still_be_ended():
     """It inherits the handlers, and its parent ends it by SIGTERM."""
+    ready, started = os.pipe()
     with StopSignals() as signals:
         worker = os.fork()
         if not worker:
+            os.write(started, b".")  # a signal before this may be lost: Python clears what is pending after a fork
             for _ in range(1000):
                 time.sleep(0.01)
             os._exit(1)
+        os.read(ready, 1)
         os.kill(worker, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
         assert signals.received is None

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainingArguments
 
-IGNORED = ["_*", "checkpoint-*", "training_args.bin"]  # as Trainer.push_to_hub, without a pickle of one machine
+IGNORED = ["_*", "checkpoint-*"]  # as Trainer.push_to_hub
 
 
 def files_to_publish(folder: Path) -> dict[str, int]:
