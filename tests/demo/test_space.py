@@ -51,11 +51,14 @@ def test_requirements_are_those_of_the_package_without_what_the_space_brings(mon
         "torch>=2.6",
         "numpy",
         'gradio<7,>=6.31; extra == "demo"',
-        'matplotlib; extra == "demo"',
+        'tokendrift-hf[eval]; extra == "demo"',
+        'evaluate<0.5,>=0.4.6; extra == "eval"',
+        'matplotlib; extra == "eval"',
         'ruff; extra == "test"',
     ]
     monkeypatch.setattr("tokendrift_hf.demo.space.requires", lambda name: declared)
-    assert space_files("owner/model")["requirements.txt"].decode().splitlines() == ["matplotlib", "numpy", "torch>=2.6"]
+    lines = space_files("owner/model")["requirements.txt"].decode().splitlines()
+    assert lines == ["evaluate<0.5,>=0.4.6", "matplotlib", "numpy", "torch>=2.6"]
 
 
 @pytest.mark.parametrize("name", ["out/quickstart/refined", "/abs/model", "./here", "a/b/c", "has space", ""])

@@ -91,8 +91,16 @@ def _check_hub_id(name: str, hub_id: str) -> None:
 def _requirements() -> list[str]:
     """What the page needs, as this package declares it; gradio comes with the Space."""
     lines = [Requirement(line) for line in requires("tokendrift-hf") or []]
-    needed = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": "demo"})]
-    return sorted({f"{line.name}{line.specifier}" for line in needed if line.name != "gradio"})
+    extras, needed = ["demo"], set()
+    for extra in extras:  # an extra may ask for others of this package, which then join the list
+        for line in lines:
+            if line.marker is not None and not line.marker.evaluate({"extra": extra}):
+                continue
+            if line.name == "tokendrift-hf":
+                extras += sorted(line.extras - set(extras))
+            elif line.name != "gradio":
+                needed.add(f"{line.name}{line.specifier}")
+    return sorted(needed)
 
 
 def _card(model: str, base: str | None) -> str:
