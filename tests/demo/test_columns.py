@@ -91,6 +91,19 @@ def test_a_model_without_masks_writes_and_offers_its_own_samplers(text_model):
     assert drafts[-1].entropy > 0 and drafts[-1].gen_ppl is None
 
 
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_ids_that_the_tokenizer_lacks_are_never_written(text_model, kind):
+    """Such as the last one of the released DUO, which would end as no text or as a failure."""
+    tokenizer, extra = text_model[1], 2
+    model = tiny_model(kind, vocab_size=len(tokenizer) + extra)
+    with torch.no_grad():
+        model.backbone.output_layer.linear.bias[len(tokenizer) :] = 50.0
+    columns = Columns({BASE: model}, tokenizer)
+    for column in columns.write_one(BASE, REQUEST):
+        written = column.tokens[column.tokens != column.mask_id] if column.mask_id is not None else column.tokens
+        assert (written < len(tokenizer)).all()
+
+
 def test_the_base_meets_the_refined_models_entropy(text_model):
     """The temperature is that of interpolation over the base's own entropies, as in evaluations."""
     tokenizer = text_model[1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.decoding import ids_to_suppress
 from ..evaluation.comparison import ENTROPY_CURVE, matching_temperature
 from ..hub.samplers_tokendrift import SAMPLERS
 from ..training.monitor import mean_entropy
@@ -129,16 +130,18 @@ class Columns:
 
     def write_one(self, title: str, request: Request) -> Iterator[Column]:
         """One model writes: its drafts, and at last the finished text with its figures."""
+        model = self.models[title]
         request.check(self.limits, self.samplers)
         ids, kept = request.canvas(self.tokenizer, self.length, self._reserved)
         settings = {"sampler": request.sampler, "num_steps": request.num_steps, "temperature": request.temperature}
         settings = {name: x for name, x in settings.items() if name not in SAMPLERS[request.sampler].unused}
         arguments = {"input_ids": ids, "prompt_mask": kept, "num_samples": request.num_samples, "seed": request.seed}
         arguments |= {"max_length": ids.shape[1], "trim_eos": False, "return_dict_in_generate": True}
+        arguments["suppress_tokens"] = ids_to_suppress(model, self.tokenizer)
 
-        mask_id, is_kept = self.models[title].process.mask_id, kept[0].bool()
+        mask_id, is_kept = model.process.mask_id, kept[0].bool()
         column, before = None, None
-        with closing(write_steps(self.models[title], arguments | settings)) as steps:
+        with closing(write_steps(model, arguments | settings)) as steps:
             for result, seconds in steps:
                 if hasattr(result, "sequences"):
                     yield self._finished(column, result, seconds)
