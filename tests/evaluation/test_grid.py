@@ -206,5 +206,28 @@ def test_cells_of_the_version_before_are_found(monkeypatch):
     cells.append(harness.cell("base", 2, 1.0, 0, replace(sampling, dtype="bfloat16")))
     assert {cell.file_name for cell in cells} == {path.name for path in (folder / "cells").iterdir()}
     monkeypatch.setattr(harness, "draw", None)
+    monkeypatch.setattr(harness, "metric_version", 1)
     rows = summarise(harness.run(cells))
     assert [row.gen_ppl for row in rows] == [found["gen_ppl"] for found in harness.run(cells)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"versions": {"gen_ppl": 1}}, "was scored by version 1 of the metric, which now is 2"),
+        ({"versions": {}}, "was scored by version None"),
+        ({"versions": "all"}, "was scored by version None"),
+        ({"seed": 1}, "is not the record of this cell"),
+        (None, "is not the record of this cell"),
+    ],
+)
+def test_a_cell_that_another_version_of_the_metric_scored_is_scored_anew(harness, tmp_path, caplog, change, message):
+    """Version 1 took the special tokens for others than they are, and its figures stood beside those of version 2."""
+    cell = harness.cell("base", 1, 1.0, 0)
+    (right,) = harness.run([cell])
+    path = tmp_path / "cells" / cell.file_name
+    path.write_text(json.dumps({} if change is None else right | {"gen_ppl": -1.0} | change))
+    (found,) = harness.run([cell])
+    assert found["gen_ppl"] == right["gen_ppl"]
+    assert json.loads(path.read_text())["gen_ppl"] == right["gen_ppl"]
+    assert message in caplog.text

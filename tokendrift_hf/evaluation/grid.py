@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,8 @@ from ..files import read_json, write_json
 from ..models.digest import weights_digest
 from .likelihood import nelbo_perplexity
 from .sampling import Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Harness:
         models: label -> model, of one tokenizer.
         tokenizer: of the models.
         judge: arguments of `GenPPL`: the judge, such as {"model_id": "gpt2-large"}, and how it scores.
-        folder: where finished cells are kept; cells found there are not computed again.
+        folder: where finished cells are kept. Cells found there are not computed again, unless another version of the
+            metric has scored them.
         sampling: the grid, and how every cell of it is drawn.
     """
 
@@ -105,10 +109,10 @@ class Harness:
         folder: Path,
         sampling: Sampling,
     ):
-        from ..metrics import GenPPL  # needs evaluate, an extra
+        from ..metrics.gen_ppl.gen_ppl import VERSION, GenPPL  # needs evaluate, an extra
 
         self.models, self.tokenizer, self.folder, self.sampling = models, tokenizer, folder, sampling
-        self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
+        self.metric, self.metric_version = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge), VERSION
         sizes = {
             label: model.config.vocab_size - (model.process.mask_id is not None) for label, model in models.items()
         }
@@ -153,7 +157,11 @@ class Harness:
     def _record(self, cell: Cell) -> dict:
         path = self.folder / cell.file_name
         if path.is_file():
-            return read_json(path)
+            record = read_json(path)
+            problem = self._problem(cell, record)
+            if problem is None:
+                return record
+            logger.warning("%s %s. The cell is drawn and scored anew.", path, problem)
         ids, cost = self.draw(cell)
         scores = self.metric.compute(predictions=ids)
         scores["judge_dtype"] = scores.pop("dtype")  # `dtype` is the sampled network's
@@ -161,6 +169,16 @@ class Harness:
         record["versions"] |= {"tokendrift_hf": __version__}
         write_json(path, record)
         return record
+
+    def _problem(self, cell: Cell, record: dict) -> str | None:
+        """Why what lies in a cell's file does not count. None: it counts."""
+        if any(record.get(name) != value for name, value in asdict(cell).items()) or "gen_ppl" not in record:
+            return "is not the record of this cell"
+        versions = record.get("versions")
+        version = versions.get("gen_ppl") if isinstance(versions, dict) else None
+        if version != self.metric_version:
+            return f"was scored by version {version} of the metric, which now is {self.metric_version}"
+        return None
 
     def draw(self, cell: Cell) -> tuple[list[list[int]], dict]:
         """The token ids of the cell's samples, and what they took.
