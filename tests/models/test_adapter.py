@@ -14,7 +14,8 @@ from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel, GPT2C
 
 from tokendrift_hf import as_diffusion
 from tokendrift_hf.models.adaptation import ADAPTATION
-from tokendrift_hf.objective.corruption import corrupt, row_nelbo
+from tokendrift_hf.objective.corruption import corrupt
+from tokendrift_hf.objective.nelbo import row_nelbo
 from tokendrift_hf.objective.noise import row_noise
 
 FAMILIES = ["bert", "roberta", "modernbert", "distilbert", "esm", "electra", "eurobert", "deberta-v2"]

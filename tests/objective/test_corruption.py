@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 
-from tokendrift_hf.objective.corruption import corrupt, row_nelbo
+from tokendrift_hf.objective.corruption import corrupt
+from tokendrift_hf.objective.nelbo import row_nelbo
 from tokendrift_hf.objective.noise import row_noise
 
 B, L, V = 4, 6, TINY["vocab_size"]

@@ -80,6 +80,26 @@ def test_straight_through_has_the_argmax_forward_and_the_soft_gradient_backward(
     torch.testing.assert_close(hard_gradient, soft_gradient, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("chunk_size", [2, 512])
+def test_straight_through_of_a_draw_has_its_embedding_forward_and_the_soft_gradient_backward(chunk_size):
+    logits, embedding, input_ids, predicted, cotangent = inputs(mask_logit=-math.inf)
+    uniforms = torch.rand(predicted.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    settings = dict(chunk_size=chunk_size)
+    drawn, gradient = value_and_gradient(
+        lambda x: soft_lift(x, embedding, input_ids, predicted, mode="sampled_st", uniforms=uniforms, **settings),
+        logits,
+        cotangent,
+    )
+    _, soft_gradient = value_and_gradient(
+        lambda x: soft_lift(x, embedding, input_ids, predicted, **settings), logits, cotangent
+    )
+    cdf = logits.detach().softmax(-1).cumsum(-1)
+    ids = torch.where(predicted, (cdf / cdf[..., -1:] <= uniforms[..., None]).sum(-1), input_ids)
+    torch.testing.assert_close(drawn, embedding[ids], rtol=0, atol=0)
+    torch.testing.assert_close(gradient, soft_gradient, rtol=0, atol=0)
+    assert not torch.equal(ids[predicted], logits.argmax(-1)[predicted])
+
+
 def test_backward_keeps_no_probabilities():
     """Of the tensors saved for backward, the only one of vocabulary size is the logits tensor itself."""
     logits, embedding, input_ids, predicted, _ = inputs(vocab=64)
@@ -90,7 +110,7 @@ def test_backward_keeps_no_probabilities():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        soft_lift(logits, embedding, input_ids, predicted)
+        soft_lift(logits, embedding, input_ids, predicted, chunk_size=4)
     of_vocabulary_size = [t for t in saved if t.shape[-1] == 64]
     assert [t.data_ptr() for t in of_vocabulary_size] == [logits.data_ptr()]
 
@@ -149,7 +169,8 @@ def test_token_entropy_is_the_mean_over_predicted_positions_in_nats(mask_logit):
         ({"input_ids": torch.zeros(3, 8, dtype=torch.long)}, r"input_ids must be \[3, 7\]"),
         ({"predicted": torch.ones(3, 7)}, "bool tensor of shape"),
         ({"predicted": torch.ones(3, 8, dtype=torch.bool)}, "bool tensor of shape"),
-        ({"mode": "hard"}, "'soft' or 'hard_st', got 'hard'"),
+        ({"mode": "hard"}, "'soft', 'hard_st', 'sampled_st', got 'hard'"),
+        ({"mode": "sampled_st"}, "'sampled_st' draws tokens: give uniforms"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
     ],
 )

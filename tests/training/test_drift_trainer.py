@@ -17,12 +17,10 @@ from transformers import Trainer
 
 from tokendrift_hf import DriftConfig, DriftTrainer, MDLMForMaskedLM
 from tokendrift_hf.data.collators import CleanCollator
-from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess
-from tokendrift_hf.objective import drift_objective
+from tokendrift_hf.objective import drift_objective, predictions
 from tokendrift_hf.objective.drift import DriftField
 from tokendrift_hf.objective.noise import EVALUATE, TRAIN, row_noise
 from tokendrift_hf.publishing.upload import files_to_publish
-from tokendrift_hf.training import drift_trainer
 
 MASK = TINY["vocab_size"] - 1
 EXACT = {"rtol": 0, "atol": 0}
@@ -342,29 +340,21 @@ def test_eval_loss_is_the_nelbo_per_token_whatever_the_batch_size(kind, tmp_path
 
 
 def test_evaluation_has_few_logits_at_a_time(tmp_path, monkeypatch):
-    """Never more than a row's, or the limit, and the softmax of a chunk of positions; the loss is the same."""
-    trainer, seen = make_trainer(tmp_path, per_device_eval_batch_size=8), {"network": [], "softmax": []}
+    """Only those of a chunk of predicted positions exist at a time; the loss is the same."""
+    trainer, seen = make_trainer(tmp_path, per_device_eval_batch_size=8), []
     whole = trainer.evaluate(uneven_rows(7))["eval_loss"]
-    forward, nelbo = MDLMForMaskedLM.forward, AbsorbingProcess.nelbo
+    head = MDLMForMaskedLM.logits
 
-    def network(self, *args, **kwargs):
-        outputs = forward(self, *args, **kwargs)
-        seen["network"].append(outputs.logits.shape)
-        return outputs
+    def watched(self, hidden, c):
+        logits = head(self, hidden, c)
+        seen.append(logits.numel())
+        return logits
 
-    def softmax(self, logits, *args):
-        seen["softmax"].append(logits.shape)
-        return nelbo(self, logits, *args)
-
-    monkeypatch.setattr(MDLMForMaskedLM, "forward", network)
-    monkeypatch.setattr(AbsorbingProcess, "nelbo", softmax)
-    monkeypatch.setattr(drift_trainer, "EVALUATED_POSITIONS", 3)
-    for limit, rows in ((1, [1] * 7), (3 * 16 * TINY["vocab_size"], [3, 3, 1])):
-        monkeypatch.setattr(drift_trainer, "EVALUATED_LOGITS", limit)
-        seen["network"].clear()
-        assert trainer.evaluate(uneven_rows(7))["eval_loss"] == pytest.approx(whole, rel=1e-6)
-        assert [shape[0] for shape in seen["network"]] == rows
-    assert max(shape[1] for shape in seen["softmax"]) == 3
+    monkeypatch.setattr(MDLMForMaskedLM, "logits", watched)
+    monkeypatch.setitem(predictions.LOGITS_AT_A_TIME, "cpu", 3 * TINY["vocab_size"])
+    assert trainer.evaluate(uneven_rows(7))["eval_loss"] == pytest.approx(whole, rel=1e-6)
+    assert len(seen) > 1
+    assert max(seen) == 3 * TINY["vocab_size"]
 
 
 def test_a_stream_is_evaluated_like_its_rows(tmp_path):

@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..hub.process_tokendrift import stratified_times
-from ..objective.corruption import corrupt, row_nelbo
+from ..objective.corruption import corrupt
+from ..objective.nelbo import row_nelbo
 from ..objective.noise import EVALUATE, row_noise
+from ..objective.predictions import predict
 
 
 @torch.no_grad()
@@ -54,7 +56,7 @@ def nelbo_perplexity(
             noise = row_noise((seed, EVALUATE, draw), range(start, start + len(x_0)), L, model.config.vocab_size)
             t = stratified_times(noise.time, first_row=draw * N + start, num_rows=num_draws * N)
             batch = corrupt(model.process, {"input_ids": x_0}, noise, t)
-            totals, _ = row_nelbo(model.process, model(input_ids=batch.x_t, timesteps=batch.t).logits, batch)
+            totals, _ = row_nelbo(model.process, predict(model, model, batch), batch)
             sums[start : start + len(x_0)] += totals.double().cpu() / num_draws
     of_texts = torch.empty_like(sums)
     of_texts[order] = sums / predicted

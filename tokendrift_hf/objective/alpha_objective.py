@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .corruption import CorruptedBatch
 from .lift import token_entropy
+from .predictions import Predictions
 from .processes import OneProcess
 from .tokens import token_log_probs
 
@@ -36,11 +37,12 @@ class AlphaObjective:
         self.config = config
 
     def __call__(
-        self, logits: Tensor, batch: CorruptedBatch, processes: OneProcess | None = None
+        self, logits: Tensor | Predictions, batch: CorruptedBatch, processes: OneProcess | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, called as `DriftObjective` is."""
         processes, predicted = processes or OneProcess(), batch.predicted
-        log_p = token_log_probs(logits, predicted, batch.x_0[predicted][:, None]).squeeze(1)
+        predictions = Predictions.of(logits, predicted)
+        log_p = token_log_probs(predictions, predicted, batch.x_0[predicted][:, None]).squeeze(1)
         window = window_of(predicted, self.config.alpha_window)
         losses, s = power_loss(log_p, window, self.config.alpha_power)
         # A token's part in the mean over the positions of its row.
@@ -50,7 +52,7 @@ class AlphaObjective:
         return (losses / per_row).sum() / num_rows, {
             "alpha_log_p": (s.detach() / per_row).sum() / predicted.any(1).sum().clamp_min(1),
             "alpha_weight": (weight / per_row).sum() / predicted.any(1).sum().clamp_min(1),
-            "token_entropy": token_entropy(logits.detach(), predicted),
+            "token_entropy": token_entropy(predictions, predicted),
         }
 
     def accept(self) -> None:

@@ -17,12 +17,12 @@ class CorruptedBatch:
 
     Attributes:
         x_0: clean ids.
-        x_t: noisy ids; equal to x_0 where a position is not free.
+        x_t: noisy ids, equal to x_0 where a position is not free.
         t: ``[B]``, float32.
         exists: bool, no padding.
         free: bool, neither padding nor prompt nor an id that the process keeps, so corruptible.
         predicted: bool, M of the paper: a part of the free positions.
-        attention_mask: as given; None if every position exists.
+        attention_mask: as the inputs had it. None if every position exists.
         noise: what corrupted these rows, and has more for an objective that draws.
     """
 
@@ -68,18 +68,3 @@ def positions(process: AbsorbingProcess | UniformProcess, inputs: dict[str, Tens
     if "labels" in inputs:
         free = free & (inputs["labels"] != -100)
     return exists, free & process.corruptible(inputs["input_ids"])
-
-
-def row_nelbo(
-    process: AbsorbingProcess | UniformProcess,
-    logits: Tensor,
-    batch: CorruptedBatch,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``[B]`` each: the NELBO of a row in nats, and the tokens that it is over: all that could have been corrupted.
-
-    With `chunk_size` the softmax is taken of so many positions at a time. That saves memory where there is no gradient.
-    """
-    parts = [x.split(chunk_size or logits.shape[1], dim=1) for x in (logits, batch.x_0, batch.x_t)]
-    nelbo = torch.cat([process.nelbo(*part, batch.t) for part in zip(*parts, strict=True)], dim=1)
-    return nelbo.where(batch.predicted, 0).sum(1), batch.free.sum(1)

@@ -12,6 +12,7 @@ from .drift import unchecked_drift_field
 from .encoder import FrozenEncoder
 from .lift import soft_lift, token_entropy
 from .losses import feature_loss, mirror_loss
+from .predictions import Predictions
 from .processes import OneProcess
 from .queue import FeatureQueue
 
@@ -60,12 +61,13 @@ class DriftObjective:
         self._to_push: tuple[Tensor, Tensor] | None = None
 
     def __call__(
-        self, logits: Tensor, batch: CorruptedBatch, processes: OneProcess | None = None
+        self, logits: Tensor | Predictions, batch: CorruptedBatch, processes: OneProcess | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch.
 
         Args:
-            logits: l, ``[B, L, V]``, of the student on ``batch.x_t``. They may have columns of -inf or -1e6.
+            logits: l, ``[B, L, V]``, of the student on ``batch.x_t``, or `predict` of it, which never makes all of
+                them. They may have columns of -inf or -1e6.
             batch: what the student saw, of which text, and the noise that chooses the positions of token features.
             processes: those that hold the other rows of this micro-batch. None: there are none.
 
@@ -74,10 +76,13 @@ class DriftObjective:
             up to the mean over the micro-batch. And detached scalars for the log.
         """
         config, E, processes = self.config, self.encoder.embedding, processes or OneProcess()
-        logits, last_id = logits[..., : len(E)], len(E) - 1  # an encoder may lack the mask, which has no mass anyway
+        predicted, last_id = batch.predicted, len(E) - 1
+        predictions = Predictions.of(logits, predicted).narrowed(len(E))
+        uniforms = batch.noise.draws(1)[0] if config.encoder_input == "sampled_st" else None
         positions = self._feature_positions(batch, processes)
         # Line 3: encoder inputs, p E at the predicted positions and E[x_t] elsewhere.
-        lifted = soft_lift(logits, E, batch.x_t.clamp_max(last_id), batch.predicted, mode=config.encoder_input)
+        x_t = batch.x_t.clamp_max(last_id)
+        lifted = soft_lift(predictions, E, x_t, predicted, mode=config.encoder_input, uniforms=uniforms)
         # Line 4: generated and real features.
         h = self.encoder(lifted, batch.attention_mask, positions)
         with torch.no_grad():
@@ -85,7 +90,7 @@ class DriftObjective:
         # Line 5: those of all processes.
         all_h, all_u, own = h.detach(), u, range(len(h))
         if config.gather_features:
-            features, own = processes.gather(torch.cat([h.detach(), u], dim=1), len(h) // len(logits))
+            features, own = processes.gather(torch.cat([h.detach(), u], dim=1), len(h) // len(predicted))
             all_h, all_u = features.chunk(2, dim=1)
         # A row of padding alone has no feature but zeros: it is no anchor and no reference.
         present = (all_u != 0).any(dim=1)
@@ -95,8 +100,8 @@ class DriftObjective:
         V[present], statistics = self._field(current_h, current_u)
         V = V[own.start : own.stop]
         # Lines 8 and 9: targets along the field, and the loss; or the mirror teacher of section 3.4.
-        loss, of_loss = self._loss(logits, h, V, batch.predicted, processes)
-        statistics |= of_loss | {"token_entropy": token_entropy(logits.detach(), batch.predicted)}
+        loss, of_loss = self._loss(predictions, h, V, processes)
+        statistics |= of_loss | {"token_entropy": token_entropy(predictions, predicted)}
         # Line 11 follows once the step is known to be good.
         self._to_push = current_u, current_h
         return loss * processes.share, statistics
@@ -120,7 +125,7 @@ class DriftObjective:
         self._to_push = None
 
     def _feature_positions(self, batch: CorruptedBatch, processes: OneProcess) -> Tensor | None:
-        """``[B, S]``, where the encoder's features are taken; None: one feature a row, the mean."""
+        """``[B, S]``, where the encoder's features are taken. None: one feature a row, the mean."""
         if self.config.feature_pooling == "mean":
             return None
         lengths = batch.exists.sum(1)
@@ -130,14 +135,16 @@ class DriftObjective:
         return order.masked_fill(~batch.exists, -1).topk(count).indices
 
     def _loss(
-        self, logits: Tensor, h: Tensor, V: Tensor, predicted: Tensor, processes: OneProcess
+        self, predictions: Predictions, h: Tensor, V: Tensor, processes: OneProcess
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         if config.objective == "feature":
             return feature_loss(h, V, config.drift_scale), {}
         step = {"step_size": config.mirror_step_size} if config.mirror_eta is None else {"eta": config.mirror_eta}
         divergence = config.objective.removeprefix("mirror_")
-        return mirror_loss(logits, h, V, predicted, divergence=divergence, reduce=processes.sum, **step)
+        return mirror_loss(
+            predictions, h, V, predictions.predicted, divergence=divergence, reduce=processes.sum, **step
+        )
 
     def _field(self, anchors: Tensor, real: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """V at the anchors, none of which is its own reference, and what moves while the normalised loss stays."""

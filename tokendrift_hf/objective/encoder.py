@@ -147,7 +147,7 @@ class FrozenEncoder:
         """What a user may give as the encoder of `model`, the model that is trained: "base", a model, an encoder.
 
         Raises:
-            ValueError: the trained model itself; "base" with activation checkpointing or as in
+            ValueError: the trained model itself, or "base" with activation checkpointing or as in
                 `without_adapters`.
         """
         if isinstance(encoder, str) and encoder == "base":
@@ -166,7 +166,7 @@ class FrozenEncoder:
         return cls(encoder, **kwargs)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Whether it can embed what a model of `vocab_size` ids predicts; only the last id, the mask, may be unknown.
+        """Whether it can embed what a model of `vocab_size` ids predicts. Only the last id, the mask, may be unknown.
 
         Raises:
             ValueError: it cannot.

@@ -67,7 +67,7 @@ class HiddenStates:
 
     @torch.no_grad()
     def _blocks(self) -> Sequence[nn.Module]:
-        """The blocks, if stopping at one of them gives the same hidden states, bit for bit; else nothing."""
+        """The blocks, if stopping at one of them gives the same hidden states, bit for bit, or else nothing."""
         count, weight = self.model.config.num_hidden_layers, self.model.get_input_embeddings().weight
         inputs = weight[:4][None], weight.new_zeros(1, dtype=torch.float32), None
         expected = self._run(*inputs)[: self.num_blocks + 1]

@@ -2,124 +2,110 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..hub.process_tokendrift import at_least_float32
+from ..hub.denoiser_tokendrift import draw
+from .predictions import Predictions
+
+MODES = ("soft", "hard_st", "sampled_st")
 
 
 def soft_lift(
-    logits: Tensor,
+    logits: Tensor | Predictions,
     embedding: Tensor,
     input_ids: Tensor,
     predicted: Tensor,
     *,
     mode: str = "soft",
-    chunk_size: int = 512,
+    uniforms: Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Encoder inputs: softmax(logits) @ E at the predicted positions, E[input_ids] elsewhere.
 
-    Equal to the plain expression in value and gradient, but no probabilities are kept: the predicted positions pass
-    through in chunks, and backward computes their softmax again from the logits. Beside the logits and their gradient
-    the peak is a few ``[chunk_size, V]`` tensors.
+    Equal to the plain expression in value and gradient, but where there is more than one chunk no probabilities are
+    kept: the predicted positions pass through in chunks, and backward computes their softmax again.
 
     Args:
-        logits: ``[B, L, V]``. Columns of -inf or about -1e6 (the mask token) get probability 0 and gradient 0.
+        logits: ``[B, L, V]``, or predictions. Columns of -inf or about -1e6 (the mask token) get probability 0 and
+            gradient 0.
         embedding: E, ``[V, d]``, the frozen encoder's table: no gradient flows to it. Its dtype is that of the product
-            and of the result; the softmax is float32 at least, whatever autocast says.
+            and of the result. The softmax is float32 at least, whatever autocast says.
         input_ids: ``[B, L]``, the corrupted ids.
         predicted: ``[B, L]`` bool, the positions M that are lifted.
-        mode: ``"soft"``, or ``"hard_st"`` (straight-through): forward is E[argmax], backward that of ``"soft"``.
+        mode: ``"soft"``, or straight-through, with the backward of ``"soft"``: ``"hard_st"`` has E[argmax] as forward,
+            ``"sampled_st"`` E of a token drawn from the prediction.
+        uniforms: ``[B, L]`` in [0, 1), float64 where the device has it: what ``"sampled_st"`` draws with.
         chunk_size: positions at a time, >= 1.
 
     Returns:
         ``[B, L, d]``, differentiable once with respect to the logits.
 
     Raises:
-        ValueError: shapes that do not fit, ``predicted`` not bool, unknown mode, ``chunk_size`` < 1.
+        ValueError: shapes that do not fit, ``predicted`` not bool, unknown mode, ``"sampled_st"`` without uniforms,
+            ``chunk_size`` < 1.
     """
-    if logits.dim() != 3 or embedding.dim() != 2 or logits.shape[2] != embedding.shape[0]:
+    vocab_size = logits.vocab_size if isinstance(logits, Predictions) else logits.shape[-1]
+    fits = isinstance(logits, Predictions) or logits.dim() == 3
+    if not fits or embedding.dim() != 2 or vocab_size != len(embedding):
+        shape = [vocab_size] if isinstance(logits, Predictions) else list(logits.shape)
         raise ValueError(
-            f"Need logits [B, L, V] and an embedding [V, d] of the same vocabulary, got {list(logits.shape)} and "
+            f"Need logits [B, L, V] and an embedding [V, d] of the same vocabulary, got {shape} and "
             f"{list(embedding.shape)}. The encoder must share the model's tokenizer."
         )
-    if input_ids.shape != logits.shape[:2]:
-        raise ValueError(f"input_ids must be {list(logits.shape[:2])} like the logits, got {list(input_ids.shape)}.")
-    if mode not in ("soft", "hard_st"):
-        raise ValueError(f"mode must be 'soft' or 'hard_st', got {mode!r}.")
-    rows = predicted_rows(logits, predicted)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    return _Lift.apply(logits, embedding.detach(), input_ids, rows, mode == "hard_st", chunk_size)
+    shape = logits.predicted.shape if isinstance(logits, Predictions) else logits.shape[:2]
+    if input_ids.shape != shape:
+        raise ValueError(f"input_ids must be {list(shape)} like the logits, got {list(input_ids.shape)}.")
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
+    if mode == "sampled_st" and uniforms is None:
+        raise ValueError("mode 'sampled_st' draws tokens: give uniforms [B, L].")
+    predictions, E = Predictions.of(logits, predicted, chunk_size), embedding.detach()
+    if mode != "sampled_st":
+        columns = ()
+    else:
+        uniforms = uniforms.float() if predicted.device.type == "mps" else uniforms
+        columns = (uniforms.to(predicted.device)[predicted],)
+    rows, entropy = predictions.map(lambda ell, *u: _lifted(ell, E, mode, *u), *columns)
+    predictions.entropy = entropy.sum() / max(len(entropy), 1)
+    # Out of place, since the embedded ids may be a part of the caller's graph.
+    embeds = F.embedding(input_ids, E).masked_scatter(predicted[..., None], rows)
+    predictions.lifted = embeds, E
+    return embeds
 
 
 @torch.no_grad()
-def token_entropy(logits: Tensor, predicted: Tensor, *, chunk_size: int = 512) -> Tensor:
-    """Mean entropy of softmax(logits) over the predicted positions, in nats; a scalar, 0 where nothing is predicted.
+def token_entropy(logits: Tensor | Predictions, predicted: Tensor, *, chunk_size: int | None = None) -> Tensor:
+    """Mean entropy of softmax(logits) over the predicted positions, in nats: a scalar, 0 where nothing is predicted.
 
     Args:
-        logits: ``[B, L, V]``.
+        logits: ``[B, L, V]``, or predictions. If these have been lifted or drawn from, their entropy is known.
         predicted: ``[B, L]`` bool.
         chunk_size: positions at a time.
     """
-    rows, flat = predicted_rows(logits, predicted), logits.reshape(-1, logits.shape[-1])
-    total = flat.new_zeros((), dtype=at_least_float32(logits.dtype))
-    for chunk in rows.split(chunk_size):
-        total += torch.special.entr(_probabilities(flat[chunk])).sum()
-    return total / max(len(rows), 1)
+    predictions = Predictions.of(logits, predicted, chunk_size)
+    if predictions.entropy is None:
+        (entropy,) = predictions.map(lambda ell: (entropy_of(probabilities(ell)),))
+        predictions.entropy = entropy.sum() / max(len(entropy), 1)
+    return predictions.entropy
 
 
-def predicted_rows(logits: Tensor, predicted: Tensor) -> Tensor:
-    """Indices of the predicted positions among the B * L rows of the logits.
-
-    Raises:
-        ValueError: ``predicted`` is not bool or not of shape ``[B, L]``.
-    """
-    if predicted.dtype != torch.bool or predicted.shape != logits.shape[:2]:
-        raise ValueError(
-            f"predicted must be a bool tensor of shape {list(logits.shape[:2])}, got {predicted.dtype} of shape "
-            f"{list(predicted.shape)}."
-        )
-    return predicted.flatten().nonzero().squeeze(1)
+def probabilities(logits: Tensor) -> Tensor:
+    """softmax(logits), float32 at least."""
+    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def _probabilities(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+def entropy_of(p: Tensor) -> Tensor:
+    """``[n, V]`` -> ``[n]``, in nats, without gradient."""
+    return torch.special.entr(p.detach()).sum(-1)
 
 
-class _Lift(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, embedding: Tensor, input_ids: Tensor, rows: Tensor, hard: bool, chunk_size: int
-    ) -> Tensor:
-        ctx.save_for_backward(logits, embedding, rows)
-        ctx.chunk_size = chunk_size
-        flat = logits.reshape(-1, logits.shape[-1])
-        embeds = F.embedding(input_ids, embedding)
-        out = embeds.view(-1, embedding.shape[1])
-        with torch.autocast(logits.device.type, enabled=False):
-            for chunk in rows.split(chunk_size):
-                if hard:
-                    out[chunk] = F.embedding(flat[chunk].argmax(dim=-1), embedding)
-                else:
-                    out[chunk] = _probabilities(flat[chunk]).to(embedding.dtype) @ embedding
-        return embeds
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_embeds: Tensor) -> tuple[Tensor | None, ...]:
-        logits, embedding, rows = ctx.saved_tensors
-        flat = logits.reshape(-1, logits.shape[-1])
-        grad_out = grad_embeds.reshape(-1, embedding.shape[1])
-        grad_logits = torch.zeros_like(flat)
-        with torch.autocast(logits.device.type, enabled=False):
-            for chunk in rows.split(ctx.chunk_size):
-                p = _probabilities(flat[chunk])
-                grad_p = (grad_out[chunk].to(embedding.dtype) @ embedding.T).to(p.dtype)
-                grad_p -= (p * grad_p).sum(dim=-1, keepdim=True)
-                grad_logits[chunk] = (p * grad_p).to(grad_logits.dtype)
-        return grad_logits.view_as(logits), None, None, None, None, None
+def _lifted(logits: Tensor, E: Tensor, mode: str, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    p = probabilities(logits)
+    soft = p.to(E.dtype) @ E
+    if mode == "soft":
+        return soft, entropy_of(p)
+    ids = logits.argmax(dim=-1) if mode == "hard_st" else draw(p.detach(), uniforms)
+    # The difference is exactly zero, and carries the gradient.
+    return F.embedding(ids, E) + (soft - soft.detach()), entropy_of(p)

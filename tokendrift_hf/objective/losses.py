@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .lift import predicted_rows
+from .lift import probabilities
+from .predictions import Predictions
 
 
 def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> Tensor:
@@ -39,7 +40,7 @@ def feature_loss(features: Tensor, field: Tensor, drift_scale: float = 1.0) -> T
 
 
 def mirror_loss(
-    logits: Tensor,
+    logits: Tensor | Predictions,
     features: Tensor,
     field: Tensor,
     predicted: Tensor,
@@ -48,11 +49,11 @@ def mirror_loss(
     step_size: float | None = None,
     eta: float | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mirror teacher, section 3.4: match the distribution that one exponentiated-gradient step along V would give.
 
-    g = grad_l <h(l), sg V>, l* = sg(l + eta g), p* = softmax(l*); the loss is 1/B sum_i sum_{t in M_i} of
+    g = grad_l <h(l), sg V>, l* = sg(l + eta g), p* = softmax(l*). The loss is 1/B sum_i sum_{t in M_i} of
     KL(p*_t || p_t) or of |l*_t - l_t|^2. Its gradient with respect to l is (p - p*)/B or 2 (l - l*)/B at the predicted
     positions, 0 elsewhere.
 
@@ -68,22 +69,22 @@ def mirror_loss(
     if V vanishes, so does the step.
 
     What the optimizer makes of it: the gradient of ``"mse"`` is proportional to the step, so with an optimizer that
-    divides by the gradient's size (Adam) a step size alone changes nothing; it matters against other losses and a
-    clipping threshold. That of ``"kl"`` is proportional only while the step is small; large steps saturate and weigh
+    divides by the gradient's size (Adam) a step size alone changes nothing. It matters against other losses and a
+    clipping threshold. That of ``"kl"`` is proportional only while the step is small. Large steps saturate and weigh
     positions and tokens differently.
 
-    Consumes the graph from ``features`` to ``logits``; the one behind ``logits`` stays. The ``[B, L, V]`` tensors held
-    are the logits and g, which turns into the gradient in place; so backward can run once.
+    Consumes the graph from ``features`` to ``logits``. The one behind ``logits`` stays. Backward can run once.
 
     Args:
-        logits: l, ``[B, L, V]``, part of the graph of ``features``. Columns of -inf or -1e6 are safe.
+        logits: l, ``[B, L, V]``, part of the graph of ``features``, or the predictions that were lifted to make these.
+            Columns of -inf or -1e6 are safe.
         features: h, ``[B, m]`` (or ``[B * S, m]`` for S features a sample).
         field: V, like the features.
         predicted: M, ``[B, L]`` bool. A row with nothing predicted contributes 0.
         divergence: ``"kl"`` or ``"mse"``.
-        step_size: see above; > 0. Give either this or ``eta``.
+        step_size: see above, > 0. Give either this or ``eta``.
         eta: the paper's raw eta > 0.
-        reduce: sums a small vector over all processes, so that every process takes the same eta; None for one process.
+        reduce: sums a small vector over all processes, so that every process takes the same eta. None for one process.
         chunk_size: positions at a time.
 
     Returns:
@@ -98,13 +99,15 @@ def mirror_loss(
         raise ValueError(f"divergence must be 'kl' or 'mse', got {divergence!r}.")
     if (step_size is None) == (eta is None) or not (step_size if eta is None else eta) > 0:
         raise ValueError(f"Give one positive number, step_size or eta; got step_size={step_size!r}, eta={eta!r}.")
-    rows = predicted_rows(logits, predicted)
-    g = _logit_gradient(logits, features, field)
+    predictions = Predictions.of(logits, predicted, chunk_size)
+    gradient_of, column = _pullback(logits, predictions, features, field)
 
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = torch.promote_types(predictions.inputs[0].dtype, torch.float32)
     field = field.detach().to(dtype)
-    squares = [_variance(logits.detach(), g, rows, chunk_size), field.square().sum()]
-    totals = torch.stack([*squares, field.new_tensor(len(rows)), field.new_tensor(len(field))])
+    with torch.no_grad():
+        (variance,) = predictions.map(lambda ell, x: (_variance(ell, gradient_of(ell, x)),), column)
+    squares = [variance.sum().to(dtype), field.square().sum()]
+    totals = torch.stack([*squares, field.new_tensor(len(predictions)), field.new_tensor(len(field))])
     if reduce is not None:
         totals = reduce(totals)
     deviation, field_rms = (totals[:2] / totals[2:].clamp(min=1)).sqrt()
@@ -112,8 +115,9 @@ def mirror_loss(
         eta_ = torch.where(deviation > 0, step_size * field_rms / deviation, torch.zeros_like(deviation))
     else:
         eta_ = torch.full_like(deviation, eta)
-    loss = _MirrorLoss.apply(logits, g, rows, eta_, divergence, chunk_size)
-    return loss, {"mirror_eta": eta_, "mirror_step": eta_ * deviation}
+    distance = _kl if divergence == "kl" else _square
+    loss = predictions.total(lambda ell, x: distance(ell, eta_ * gradient_of(ell, x)), column)
+    return loss / len(predicted), {"mirror_eta": eta_, "mirror_step": eta_ * deviation}
 
 
 def _check_field(features: Tensor, field: Tensor) -> None:
@@ -124,64 +128,70 @@ def _check_field(features: Tensor, field: Tensor) -> None:
         )
 
 
-def _logit_gradient(logits: Tensor, features: Tensor, field: Tensor) -> Tensor:
-    """g = grad_logits <h, sg V>, in memory of its own."""
-    # clone: for some graphs autograd hands back its own input, and g is overwritten later.
-    v = field.detach().to(features.dtype, copy=True)
-    g = None
-    if features.requires_grad and logits.requires_grad:
-        (g,) = torch.autograd.grad(features, logits, grad_outputs=v, allow_unused=True)
-    if g is None:
+def _pullback(
+    logits: Tensor | Predictions, predictions: Predictions, features: Tensor, field: Tensor
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
+    """g = grad_l <h, sg V> at the predicted positions, as a function of a chunk of logits and of a column ``[N, ...]``.
+
+    Through a lift the column is the gradient of the expected embeddings ``[N, d]``, and g its product with the Jacobian
+    of the softmax. Without one it is g itself.
+    """
+    through = predictions.lifted[0] if isinstance(logits, Predictions) and predictions.lifted is not None else logits
+    gradient = None
+    if isinstance(through, Tensor) and features.requires_grad and through.requires_grad:
+        v = field.detach().to(features.dtype)
+        (gradient,) = torch.autograd.grad(features, through, grad_outputs=v, allow_unused=True)
+    if gradient is None:
         raise ValueError("features do not depend on logits: compute them from these logits with gradients enabled.")
-    return g.contiguous()
+    column = gradient[predictions.predicted]
+    if through is logits:
+        return lambda ell, g: g.to(torch.promote_types(ell.dtype, torch.float32)), column
+    E = predictions.lifted[1]
+
+    def softmax_jacobian(ell: Tensor, gradient: Tensor) -> Tensor:
+        p = probabilities(ell.detach())
+        g = (gradient.to(E.dtype) @ E.T).to(p.dtype)
+        return p * (g - (p * g).sum(dim=-1, keepdim=True))
+
+    return softmax_jacobian, column
 
 
-def _variance(logits: Tensor, g: Tensor, rows: Tensor, chunk_size: int) -> Tensor:
-    """The sum over the rows of Var(g) under softmax(logits)."""
-    vocab_size, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
-    flat, flat_g = logits.reshape(-1, vocab_size), g.view(-1, vocab_size)
-    total = flat.new_zeros((), dtype=dtype)
-    for chunk in rows.split(chunk_size):
-        p, x = torch.softmax(flat[chunk], dim=-1, dtype=dtype), flat_g[chunk].to(dtype)
-        total += (p * (x - (p * x).sum(dim=-1, keepdim=True)).square()).sum()
-    return total
+def _variance(logits: Tensor, g: Tensor) -> Tensor:
+    """``[n]``: Var(g) under softmax(logits)."""
+    p = probabilities(logits)
+    return (p * (g - (p * g).sum(dim=-1, keepdim=True)).square()).sum(-1)
 
 
-class _MirrorLoss(torch.autograd.Function):
-    """Value and gradient in one pass over chunks of positions; the gradient replaces g."""
+def _kl(logits: Tensor, step: Tensor) -> Tensor:
+    """``[n]``: KL(p* || p) with p* = softmax(logits + step), whose gradient is p - p*."""
+    with torch.no_grad():
+        ell = logits.to(step.dtype)
+        log_z = torch.logsumexp(ell, dim=-1, keepdim=True)
+        p = (ell - log_z).exp()
+        # log(p*/p) without log p* - log p: finite where p = 0, right for small steps, 0 for none.
+        log_ratio = step - (torch.logsumexp(ell + step, dim=-1, keepdim=True) - log_z)
+        p_star = (ell - log_z + log_ratio).exp()
+        gradient = torch.where(log_ratio < 1, -p * torch.expm1(log_ratio), p - p_star)
+        # KL = sum p* log(p*/p) - (p* - p): the second term sums to 0 and cancels the first order.
+        value = (p_star * log_ratio + gradient).sum(-1)
+    return _WithGradient.apply(value, logits, gradient)
+
+
+def _square(logits: Tensor, step: Tensor) -> Tensor:
+    """``[n]``: |l* - l|^2 with l* = sg(logits + step), whose gradient is 2 (l - l*)."""
+    return _WithGradient.apply(step.square().sum(-1), logits, -2 * step)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value ``[n]`` whose gradient with respect to logits ``[n, V]`` is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, g: Tensor, rows: Tensor, eta: Tensor, divergence: str, chunk_size: int
-    ) -> Tensor:
-        batch_size, vocab_size = logits.shape[0], logits.shape[-1]
-        flat, flat_g = logits.reshape(-1, vocab_size), g.view(-1, vocab_size)
-        loss = torch.zeros_like(eta)
-        unpredicted = torch.ones(len(flat), dtype=torch.bool, device=rows.device)
-        unpredicted[rows] = False
-        flat_g.masked_fill_(unpredicted[:, None], 0)
-        for chunk in rows.split(chunk_size):
-            step = eta * flat_g[chunk].to(eta.dtype)
-            if divergence == "kl":
-                ell = flat[chunk].to(eta.dtype)
-                log_z = torch.logsumexp(ell, dim=-1, keepdim=True)
-                p = (ell - log_z).exp()
-                # log(p*/p) without log p* - log p: finite where p = 0, right for small steps, 0 for none.
-                log_ratio = step - (torch.logsumexp(ell + step, dim=-1, keepdim=True) - log_z)
-                p_star = (ell - log_z + log_ratio).exp()
-                gradient = torch.where(log_ratio < 1, -p * torch.expm1(log_ratio), p - p_star)
-                # KL = sum p* log(p*/p) - (p* - p): the second term sums to 0 and cancels the first order.
-                loss += (p_star * log_ratio + gradient).sum()
-            else:
-                loss += step.square().sum()
-                gradient = -2 * step
-            flat_g[chunk] = (gradient / batch_size).to(g.dtype)
-        ctx.save_for_backward(g)
-        return loss / batch_size
+    def forward(ctx: Any, value: Tensor, logits: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        # In place to hold one [B, L, V] less; autograd raises if a retained graph is run a second time.
-        return gradient.mul_(grad_loss), None, None, None, None, None
+        return None, gradient * cotangent[:, None].to(gradient.dtype), None

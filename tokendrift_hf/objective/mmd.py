@@ -102,7 +102,7 @@ def window_means(values: Tensor, positions: Tensor, window: int) -> Tensor:
 
 
 def median_distance(features: Tensor) -> Tensor:
-    """The median distance between features ``[n, m]`` that differ by more than rounding; NaN if none do. A scalar."""
+    """The median distance between features ``[n, m]`` that differ by more than rounding, a scalar. NaN if none do."""
     with torch.autocast(features.device.type, enabled=False):
         distances = torch.nn.functional.pdist(features - features.mean(0))
     return distances[distances > 1e-5 * features.norm(dim=-1).mean()].median()

@@ -11,8 +11,9 @@ from .corruption import CorruptedBatch
 from .encoder import FrozenEncoder
 from .lift import token_entropy
 from .mmd import kernel_means, local_advantages, median_distance, sequence_advantages
+from .predictions import Predictions
 from .processes import OneProcess
-from .tokens import draw_tokens, token_log_probs
+from .tokens import draw_tokens, log_probs
 
 # The bandwidth is measured from so many features a row, and of a large batch from so many altogether.
 BANDWIDTH_POSITIONS, BANDWIDTH_FEATURES = 32, 1024
@@ -57,19 +58,20 @@ class MMDObjective:
         return (max(1, round(num_blocks / 3)),)
 
     def __call__(
-        self, logits: Tensor, batch: CorruptedBatch, processes: OneProcess | None = None
+        self, logits: Tensor | Predictions, batch: CorruptedBatch, processes: OneProcess | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, called as `DriftObjective` is."""
         config, processes = self.config, processes or OneProcess()
         # 1. Draw D rows from one prediction.
-        taking_part = batch.predicted & (batch.predicted.sum(1, keepdim=True) >= 2)
+        predictions, predicted = Predictions.of(logits, batch.predicted), batch.predicted
         count = config.mmd_groups * config.mmd_samples
-        ids = draw_tokens(logits, taking_part, batch.noise.draws(count))
-        # 2. Features of the real row and of every draw.
+        ids = draw_tokens(predictions, predicted, batch.noise.draws(count))
+        # 2. Features of the real row and of every draw, where there are two positions or more to compare.
+        taking_part = predicted & (predicted.sum(1, keepdim=True) >= 2)
         real = self._features(batch.x_0, batch)
         if self.bandwidth is None:
             self.bandwidth = self._measured_bandwidth(real, batch, processes)
-        draws = torch.stack([self._features(self._filled_in(batch, taking_part, x), batch)[taking_part] for x in ids.T])
+        draws = torch.stack([self._features(batch.x_0.masked_scatter(predicted, x), batch)[taking_part] for x in ids.T])
         # 3. Rewards by the kernel, a row at a time, and what they say of every drawn token.
         sizes = taking_part.sum(1).tolist()
         rows = zip(real[taking_part].split(sizes), draws.split(sizes, dim=1), taking_part, strict=True)
@@ -82,15 +84,17 @@ class MMDObjective:
         rms = (totals[0] / (num_tokens * count)).sqrt()
         if config.mmd_credit != "sequence":
             advantages = advantages / rms.clamp_min(torch.finfo(rms.dtype).tiny)
-        log_p = token_log_probs(logits, taking_part, ids)
-        loss = -(advantages.T * log_p).sum() / (num_tokens * count)
+        weights = advantages.new_zeros(ids.shape)
+        weights[taking_part[predicted]] = advantages.T
+        reward = predictions.total(lambda ell, ids, w: (log_probs(ell, ids) * w).sum(-1), ids, weights)
+        loss = -reward / (num_tokens * count)
         attraction, repulsion = totals[2:4] / totals[4].clamp_min(1)
         return loss, {
             "mmd_attraction": attraction,
             "mmd_repulsion": repulsion,
             "mmd_advantage": rms,
             "mmd_bandwidth": self.bandwidth,
-            "token_entropy": token_entropy(logits.detach(), batch.predicted),
+            "token_entropy": token_entropy(predictions, predicted),
         }
 
     def accept(self) -> None:
@@ -103,10 +107,6 @@ class MMDObjective:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore `state_dict()`. A state without a bandwidth lets the next call measure it."""
         self.bandwidth = state.get("bandwidth")
-
-    def _filled_in(self, batch: CorruptedBatch, where: Tensor, ids: Tensor) -> Tensor:
-        """The clean rows with the drawn ids at `where`, ``[B, L]``."""
-        return batch.x_0.masked_scatter(where, ids)
 
     @torch.no_grad()
     def _features(self, ids: Tensor, batch: CorruptedBatch) -> Tensor:

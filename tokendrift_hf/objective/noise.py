@@ -1,6 +1,6 @@
 """Corruption noise as a pure function of (seed, step, position of the row): no state, hence nothing to restore.
 
-The same run on one or several processes, or resumed, sees the same noise; evaluation cannot disturb it.
+The same run on one or several processes, or resumed, sees the same noise. Evaluation cannot disturb it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TRAIN, EVALUATE = 0, 1  # the two streams of noise
-DRAWS = 1  # ends the key of what is drawn later; not 0, which numpy takes for no further number
+DRAWS = 1  # ends the key of what is drawn later, and is not 0, which numpy takes for no further number
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -22,7 +22,7 @@ class Noise:
     """What corrupting B rows of L tokens takes.
 
     Attributes:
-        time: ``[B]``, uniform in [0, 1); turned into t by the caller.
+        time: ``[B]``, uniform in [0, 1). The caller turns it into t.
         uniforms: ``[B, L]`` in [0, 1): which positions are corrupted.
         random_tokens: ``[B, L]``, ids drawn uniformly from the whole vocabulary.
         order: ``[B, L]``, uniform in [0, 1): the S largest choose S positions at random.

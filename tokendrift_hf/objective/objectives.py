@@ -24,7 +24,7 @@ OBJECTIVES = {
 
 
 def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | MMDObjective | AlphaObjective | None:
-    """The objective that `config.objective` names, with its settings from `config`; None for "none".
+    """The objective that `config.objective` names, with its settings from `config`. None for "none".
 
     Raises:
         KeyError: an unknown name.

@@ -64,7 +64,7 @@ class FeatureQueue:
         return {"features": self._features.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the rows in their order; of more than ``size``, the newest ``size``.
+        """Restore the rows in their order. Of more than ``size`` the newest ``size`` stay.
 
         Raises:
             ValueError: no two-dimensional floating ``"features"`` in the state.

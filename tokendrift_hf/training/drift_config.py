@@ -13,9 +13,9 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from ..objective.lift import MODES
 from ..objective.objectives import OBJECTIVES
 
-ENCODER_INPUTS = ("soft", "hard_st")
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
 ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
@@ -95,7 +95,10 @@ class DriftConfig(TrainingArguments):
         default=None, metadata={"help": "The paper's raw step size eta instead of mirror_step_size; null: not used."}
     )
     encoder_input: str = field(
-        default="soft", metadata={"help": "soft: expected embedding p E; hard_st: argmax token, straight-through."}
+        default="soft",
+        metadata={
+            "help": "soft: expected embedding p E; hard_st, sampled_st: the likeliest or a drawn one, straight-through."
+        },
     )
 
     # Drift field
@@ -221,7 +224,7 @@ class DriftConfig(TrainingArguments):
             )
 
     def _check_drift(self):
-        _choice("encoder_input", self.encoder_input, ENCODER_INPUTS)
+        _choice("encoder_input", self.encoder_input, MODES)
         _choice("drift_kernel", self.drift_kernel, KERNELS)
         _number("drift_scale", self.drift_scale, above=0)
         _number("mirror_step_size", self.mirror_step_size, above=0)

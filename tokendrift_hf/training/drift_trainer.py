@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_utils import has_length
 
@@ -19,10 +20,12 @@ from ..models.compiled import uncompiled
 from ..models.digest import weights_digest
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base, set_task_type
-from ..objective.corruption import CorruptedBatch, corrupt, positions, row_nelbo
+from ..objective.corruption import CorruptedBatch, corrupt, positions
 from ..objective.encoder import FrozenEncoder
+from ..objective.nelbo import ask_for_nelbo, batch_nelbo, row_nelbo
 from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
 from ..objective.objectives import OBJECTIVES, make_objective
+from ..objective.predictions import Predictions, predict
 from ..publishing.cards import Card
 from .checkpoint import ResumableTrainer, temporarily
 from .diagnostics import Diagnostics
@@ -35,8 +38,6 @@ from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStr
 logger = logging.getLogger(__name__)
 
 SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
-EVALUATED_LOGITS = 2**26  # at most so many at a time while evaluating, or those of one row: 256 MiB in float32
-EVALUATED_POSITIONS = 64  # of a row at a time when the NELBO is taken of them
 
 
 class DriftTrainer(ResumableTrainer):
@@ -52,15 +53,15 @@ class DriftTrainer(ResumableTrainer):
     Args:
         model: an MDLM or DUO model, of this package or loaded as custom code.
         args: a `DriftConfig`.
-        encoder: the frozen encoder phi. None: a copy of the model as it is now; "base" with peft: the model with its
-            adapters disabled, without a second copy; or a path, a model or a `FrozenEncoder` of the same vocabulary.
+        encoder: the frozen encoder phi: a path, a model or a `FrozenEncoder` of the same vocabulary. None: a copy of
+            the model as it is now. "base" with peft: the model with its adapters disabled, without a second copy.
         peft_config: wrap the model in adapters (peft's LoraConfig and the like) and train only those.
         kwargs: everything else that `Trainer` takes.
 
     Raises:
         ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
-            together with a peft_config, or adapters that are no PeftModel; arguments of `Trainer` that would have no
-            effect; a sharing of rows that leaves a process without; DeepSpeed ZeRO-3; FSDP with encoder "base".
+            together with a peft_config, adapters that are no PeftModel, arguments of `Trainer` that would have no
+            effect, a sharing of rows that leaves a process without, DeepSpeed ZeRO-3, or FSDP with encoder "base".
     """
 
     loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
@@ -137,7 +138,7 @@ class DriftTrainer(ResumableTrainer):
     def _corrupt(
         self, inputs: dict[str, Tensor], key: tuple[int, ...], rows: Sequence[int], num_rows: int | None
     ) -> CorruptedBatch:
-        """Draw t and x_t for the rows at these global positions; `num_rows` strata of t, or None: spread over a set."""
+        """Draw t and x_t for the rows at these global positions. `num_rows` strata of t, or None: spread over a set."""
         noise = row_noise(key, rows, inputs["input_ids"].shape[1], self.process.vocab_size)
         if num_rows is None:
             t = SMALLEST_TIME + (1 - SMALLEST_TIME) * spread_times(rows)
@@ -158,6 +159,12 @@ class DriftTrainer(ResumableTrainer):
         tokens = [positions(self.process, batch)[1].sum().to(device) for batch in batch_samples]
         return self._sum(torch.stack(tokens).sum()) if tokens else None
 
+    def _predict(self, model, batch: CorruptedBatch) -> Predictions:
+        predictions = predict(model, base_of(self.accelerator.unwrap_model(model)), batch)
+        if isinstance(model, FSDPModule):
+            model.unshard()  # the head is still to run, and its weights are the root's
+        return predictions
+
     def _sum(self, x: Tensor) -> Tensor:
         return sum_over_processes(self.accelerator, x)
 
@@ -167,34 +174,37 @@ class DriftTrainer(ResumableTrainer):
         """The mean loss of a micro-batch over all processes: the objective plus `base_loss_weight` times the NELBO.
 
         Raises:
-            ValueError: the loss is not finite; the message names the step. No weight has been touched by then.
+            ValueError: the loss is not finite. The message names the step. No weight has been touched by then.
         """
         step, micro = self._next_micro_step()
         counts = row_counts(self.accelerator, inputs["input_ids"])
         rows, num_rows = own_rows(self.accelerator, counts), sum(counts)
         batch = self._corrupt(inputs, (self.args.seed, TRAIN, step, micro), rows, num_rows)
-        outputs = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask)
+        predictions = self._predict(model, batch)
         if num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch / self.current_gradient_accumulation_steps
         processes = AllProcesses(self.accelerator, counts, num_items_in_batch)
         # Every process has its share of the loss, and the processes' gradients are averaged: hence the factor.
         factor = self.accelerator.num_processes
-        loss = torch.zeros((), device=outputs.logits.device)
-        if self.train_objective is not None:
-            with self.accelerator.autocast():
-                share, statistics = self.train_objective(outputs.logits, batch, processes)
-            self.diagnostics.note(**statistics)
-            loss = loss + share * factor
-        if self.args.base_loss_weight > 0:
-            base_loss = processes.token_mean(*row_nelbo(self.process, outputs.logits, batch)) * factor
-            self.diagnostics.note(base_loss=base_loss)
-            loss = loss + self.args.base_loss_weight * base_loss
+        loss = torch.zeros((), device=batch.t.device)
+        with self.accelerator.autocast():
+            if self.args.base_loss_weight > 0:
+                ask_for_nelbo(self.process, predictions, batch)
+            if self.train_objective is not None:
+                share, statistics = self.train_objective(predictions, batch, processes)
+                self.diagnostics.note(**statistics)
+                loss = loss + share * factor
+            if self.args.base_loss_weight > 0:
+                nelbo = batch_nelbo(self.process, predictions, batch)
+                base_loss = processes.token_mean(nelbo, batch.free.sum(1)) * factor
+                self.diagnostics.note(base_loss=base_loss)
+                loss = loss + self.args.base_loss_weight * base_loss
         if self._sum((~loss.detach().isfinite()).float()) > 0:
             self.abandon_step("loss", f"{loss.item()} on this process")
         if self.train_objective is not None:
             self.train_objective.accept()
         self._rows_without_text += (~batch.free.any(dim=1)).sum()
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -224,7 +234,7 @@ class DriftTrainer(ResumableTrainer):
             return super()._get_dataloader(numbered, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        """As in `Trainer`, on the averaged weights if there are any; the training trajectory stays as it was.
+        """As in `Trainer`, on the averaged weights if there are any. The training trajectory stays as it was.
 
         The loss is the NELBO in nats per token of the whole data set, whatever the batch size and the padding.
         """
@@ -246,22 +256,15 @@ class DriftTrainer(ResumableTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The NELBO of a batch, with noise that depends on the rows' places in the data set alone.
 
-        Nothing is returned, since what the Trainer would do with it is a collective of all processes. Memory does not
-        grow with the batch: the logits of a few rows, and the softmax of some positions of these, are there at a time.
+        Nothing is returned, since what the Trainer would do with it is a collective of all processes. The logits of
+        some positions are there at a time, so memory hardly grows with the batch.
         """
         inputs = self._prepare_inputs(inputs)
         numbers = inputs.pop(ROW_NUMBER).tolist()
-        # By the longest row that the model takes, not by this batch: under FSDP all processes make as many calls.
-        size = max(1, EVALUATED_LOGITS // (base_of(self.model).longest * self.process.vocab_size))
-        with torch.no_grad(), self.compute_loss_context_manager():
-            for start in range(0, len(numbers), size):
-                rows = slice(start, start + size)
-                part = {name: x[rows] for name, x in inputs.items()}
-                batch = self._corrupt(part, (self.args.seed, EVALUATE), numbers[rows], num_rows=None)
-                logits = model(input_ids=batch.x_t, timesteps=batch.t, attention_mask=batch.attention_mask).logits
-                totals, tokens = row_nelbo(self.process, logits, batch, chunk_size=EVALUATED_POSITIONS)
-                del logits  # before the next ones are made
-                self._row_sums.add(numbers[rows], totals, tokens)
+        with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            batch = self._corrupt(inputs, (self.args.seed, EVALUATE), numbers, num_rows=None)
+            totals, tokens = row_nelbo(self.process, self._predict(model, batch), batch)
+            self._row_sums.add(numbers, totals, tokens)
         return None, None, None
 
     def _determine_best_metric(self, metrics, trial):

@@ -1,0 +1,316 @@
+"""Predictions: what the model says of the predicted positions, with the logits of a few of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LOGITS_AT_A_TIME = {"cpu": 2**24, "cuda": 2**27}  # in numbers: 64 MiB and 512 MiB in float32
+
+
+class Predictions:
+    """The last hidden states at the predicted positions and the head that makes logits of them.
+
+    Logits exist for a chunk of positions at a time, in forward and, made anew, in backward. Positions that are not
+    predicted get none. All that an objective wants of the logits goes through `map` or `total`.
+
+    Args:
+        inputs: tensors with an entry for each predicted position, which the head takes, or for each position of the
+            batch, of which `rows` names the predicted ones.
+        head: inputs of n positions -> logits ``[n, V]``.
+        predicted: ``[B, L]`` bool.
+        vocab_size: V.
+        rows: ``[N]`` indices into the inputs, or None: they are of the N predicted positions.
+        modules: of which the head consists. Their trained weights get gradients, and dropout in them is drawn again.
+        chunk_size: positions at a time. None: as many as have 64 MiB of float32 logits (512 MiB on a GPU).
+
+    Attributes:
+        beside: name -> (function, columns) that the next `map` computes in the same pass, so that logits are made once
+            for several ends. What came out is in `results`.
+        lifted: the encoder inputs ``[B, L, d]`` and the table E that a lift made of these predictions. None before.
+        entropy: their mean entropy in nats, if a pass has come by it.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        head: Callable[..., Tensor],
+        predicted: Tensor,
+        vocab_size: int,
+        *,
+        rows: Tensor | None = None,
+        modules: Sequence[nn.Module] = (),
+        chunk_size: int | None = None,
+    ):
+        self.inputs, self.head, self.modules = tuple(inputs), head, tuple(modules)
+        self.predicted, self.vocab_size, self.rows = predicted, vocab_size, rows
+        self.beside: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {}
+        self.results: dict[str, Tensor] = {}
+        self.lifted: tuple[Tensor, Tensor] | None = None
+        self.entropy: Tensor | None = None
+        device = inputs[0].device.type
+        self.chunk_size = chunk_size or max(1, LOGITS_AT_A_TIME.get(device, 2**24) // vocab_size)
+
+    @classmethod
+    def of(cls, logits: Tensor | Predictions, predicted: Tensor, chunk_size: int | None = None) -> Predictions:
+        """Predictions from logits ``[B, L, V]`` that are there already, or predictions as they are.
+
+        Raises:
+            ValueError: ``predicted`` is not bool or not of shape ``[B, L]``, ``chunk_size`` < 1.
+        """
+        shape = logits.predicted.shape if isinstance(logits, Predictions) else logits.shape[:2]
+        if predicted.dtype != torch.bool or predicted.shape != shape:
+            raise ValueError(
+                f"predicted must be a bool tensor of shape {list(shape)}, got {predicted.dtype} of shape "
+                f"{list(predicted.shape)}."
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        if isinstance(logits, Predictions):
+            return logits
+        rows = predicted.flatten().nonzero().squeeze(1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        return cls([flat], lambda x: x, predicted, logits.shape[-1], rows=rows, chunk_size=chunk_size)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those of the head that are trained, as they are now: sharded training puts others in their place."""
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the head draws random numbers."""
+        return any(getattr(part, "p", 0) and part.training for module in self.modules for part in module.modules())
+
+    def __len__(self) -> int:
+        """N, the number of predicted positions."""
+        return len(self.inputs[0]) if self.rows is None else len(self.rows)
+
+    def narrowed(self, vocab_size: int) -> Predictions:
+        """The same over the first ids alone: an encoder may lack the mask, which has no mass anyway."""
+        if vocab_size == self.vocab_size:
+            return self
+        head = self.head
+        return Predictions(
+            self.inputs,
+            lambda *inputs: head(*inputs)[:, :vocab_size],
+            self.predicted,
+            vocab_size,
+            rows=self.rows,
+            modules=self.modules,
+            chunk_size=self.chunk_size,
+        )
+
+    def map(self, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
+        """Outputs ``[N, ...]`` of ``function(logits [n, V], *columns [n, ...])``, differentiable once.
+
+        Args:
+            function: outside of autocast, without randomness, position by position. It returns a tuple of tensors.
+            columns: ``[N, ...]`` each, without gradient.
+        """
+        # What is asked for beside needs a gradient, so a pass without one does not serve it.
+        asked = self.beside if torch.is_grad_enabled() else {}
+        names, beside = list(asked), list(asked.values())
+        own, ends, both = len(columns), [], columns
+        for _, more in beside:
+            ends.append(slice(len(both), len(both) + len(more)))
+            both = (*both, *more)
+
+        def everything(logits: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+            outputs = function(logits, *columns[:own])
+            others = (f(logits, *columns[end]) for (f, _), end in zip(beside, ends, strict=True))
+            return (*outputs, *others)
+
+        outputs = self._mapped(everything, both)
+        first = len(outputs) - len(names)
+        self.results |= dict(zip(names, outputs[first:], strict=True))
+        asked.clear()
+        return outputs[:first]
+
+    def _mapped(self, function: Callable, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if self._in_chunks():
+            return _Recomputed.apply(self, function, columns, *self.inputs, *self.parameters)
+        return self._concatenated(function, columns)
+
+    def _in_chunks(self) -> bool:
+        """Whether gradients need care. Of one chunk autograd may keep what it likes, unless autocast could reach it."""
+        several = len(self) > self.chunk_size or torch.is_autocast_enabled(self.predicted.device.type)
+        return several and torch.is_grad_enabled() and any(x.requires_grad for x in (*self.inputs, *self.parameters))
+
+    def total(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+        """The sum over the positions of ``function(logits, *columns)`` ``[n]``: a scalar, differentiable once.
+
+        Its gradient is taken in the same pass, so the logits are made once and not twice.
+        """
+        if self._in_chunks():
+            return _Summed.apply(self, function, columns, *self.inputs, *self.parameters)
+        return self._concatenated(lambda *x: (function(*x),), columns)[0].sum()
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the N positions, one of them empty if there is none."""
+        for start in range(0, max(len(self), 1), self.chunk_size):
+            yield slice(start, min(start + self.chunk_size, len(self)))
+
+    def take(self, x: Tensor, chunk: slice) -> Tensor:
+        return x[chunk] if self.rows is None else x[self.rows[chunk]]
+
+    def put(self, total: Tensor, chunk: slice, gradient: Tensor) -> None:
+        total[chunk if self.rows is None else self.rows[chunk]] = gradient
+
+    def apply(self, function: Callable, columns: Sequence[Tensor], chunk: slice, inputs: Sequence[Tensor]):
+        """``function`` of the logits of a chunk of positions."""
+        logits = self.head(*inputs)
+        with torch.autocast(logits.device.type, enabled=False):
+            return function(logits, *(column[chunk] for column in columns))
+
+    def _concatenated(self, function: Callable, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        parts = [
+            self.apply(function, columns, chunk, [self.take(x, chunk) for x in self.inputs]) for chunk in self.chunks()
+        ]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+class _Gradients:
+    """The gradients of inputs and parameters, put together chunk by chunk."""
+
+    def __init__(self, predictions: Predictions, tensors: Sequence[Tensor]):
+        self.predictions, self.count = predictions, len(predictions.inputs)
+        self.wanted = [x.requires_grad for x in tensors]
+        self.values = [torch.zeros_like(x) if x.requires_grad else None for x in tensors]
+
+    def leaves(self, chunk: slice, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of a chunk, cut off from what made them."""
+        taken = (self.predictions.take(x, chunk).detach() for x in inputs)
+        return [x.requires_grad_(wanted) for x, wanted in zip(taken, self.wanted, strict=False)]
+
+    def add(self, chunk: slice, outputs, cotangents, leaves: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad and g is not None]
+        at = [i for i, wanted in enumerate(self.wanted) if wanted]
+        tensors = [*leaves, *parameters]
+        if not pairs:
+            return
+        outputs, cotangents = zip(*pairs, strict=True)
+        with torch.autocast(self.predictions.predicted.device.type, enabled=False):
+            found = torch.autograd.grad(outputs, [tensors[i] for i in at], cotangents, allow_unused=True)
+        for i, gradient in zip(at, found, strict=True):
+            if gradient is None:
+                continue
+            if i < self.count:
+                self.predictions.put(self.values[i], chunk, gradient)
+            else:
+                self.values[i] += gradient
+
+
+class _Recomputed(torch.autograd.Function):
+    """`Predictions.map` over several chunks: nothing of vocabulary size is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, predictions: Predictions, function: Callable, columns, *tensors: Tensor):
+        ctx.predictions, ctx.function, ctx.columns = predictions, function, columns
+        ctx.save_for_backward(*tensors)
+        ctx.context = _Context(tensors[0].device, predictions.dropout)
+        ctx.set_materialize_grads(False)
+        outputs = predictions._concatenated(function, columns)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor):
+        predictions, tensors = ctx.predictions, ctx.saved_tensors
+        inputs, parameters = tensors[: len(predictions.inputs)], tensors[len(predictions.inputs) :]
+        gradients = _Gradients(predictions, tensors)
+        with torch.enable_grad(), ctx.context.again():
+            for chunk in predictions.chunks():
+                leaves = gradients.leaves(chunk, inputs)
+                outputs = predictions.apply(ctx.function, ctx.columns, chunk, leaves)
+                gradients.add(chunk, outputs, [g if g is None else g[chunk] for g in cotangents], leaves, parameters)
+        return None, None, None, *gradients.values
+
+
+class _Summed(torch.autograd.Function):
+    """`Predictions.total` over several chunks: the gradient is there once the value is."""
+
+    @staticmethod
+    def forward(ctx: Any, predictions: Predictions, function: Callable, columns, *tensors: Tensor):
+        inputs, parameters = tensors[: len(predictions.inputs)], tensors[len(predictions.inputs) :]
+        gradients, total = _Gradients(predictions, tensors), 0
+        with torch.enable_grad():
+            for chunk in predictions.chunks():
+                leaves = gradients.leaves(chunk, inputs)
+                value = predictions.apply(function, columns, chunk, leaves).sum()
+                gradients.add(chunk, [value], [torch.ones_like(value)], leaves, parameters)
+                total = total + value.detach()
+        ctx.wanted = gradients.wanted
+        ctx.save_for_backward(*(x for x in gradients.values if x is not None))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor):
+        # In place, for the memory: autograd raises if a retained graph is run a second time.
+        found = iter(ctx.saved_tensors)
+        scaled = [next(found).mul_(cotangent) if wanted else None for wanted in ctx.wanted]
+        return None, None, None, *scaled
+
+
+class _Context:
+    """Autocast and random numbers as they are now, for the second run of a head in backward."""
+
+    def __init__(self, device: torch.device, dropout: bool):
+        kind = device.type
+        self.device, self.autocast = device, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self.random = None
+        if dropout:
+            on_device = torch.cuda.get_rng_state(device) if kind == "cuda" else None
+            self.random = (torch.get_rng_state(), on_device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            torch.autocast(self.device.type, dtype=dtype, enabled=enabled),
+            torch.random.fork_rng(devices, enabled=self.random is not None),
+        ):
+            if self.random is not None:
+                torch.set_rng_state(self.random[0])
+                if self.random[1] is not None:
+                    torch.cuda.set_rng_state(self.random[1], self.device)
+            yield
+
+
+def predict(model: nn.Module, base: nn.Module, batch, chunk_size: int | None = None) -> Predictions:
+    """Run a model on a corrupted batch up to its head.
+
+    Args:
+        model: what is called: the model itself, or what distributed training wrapped it into.
+        base: the model inside of all wrappers, with `logits`.
+        batch: a `CorruptedBatch`.
+        chunk_size: as in `Predictions`.
+    """
+    # All positions pass through the last block, although few of them would do: so dropout draws as it always has, and a
+    # checkpoint of an older version goes on as it would have.
+    B, L = batch.x_t.shape
+    hidden, c = model(
+        input_ids=batch.x_t,
+        timesteps=batch.t,
+        attention_mask=batch.attention_mask,
+        positions=torch.arange(L, device=batch.x_t.device).expand(B, L),
+        return_dict=True,
+    ).hidden_states
+    inputs = hidden[batch.predicted], c[:, None].expand(-1, L, -1)[batch.predicted]
+    modules = [base.get_submodule(name) for name in getattr(base, "head_names", ["backbone.output_layer"])]
+    return Predictions(
+        inputs,
+        lambda h, c: base.logits(h[:, None], c)[:, 0],
+        batch.predicted,
+        base.config.vocab_size,
+        modules=modules,
+        chunk_size=chunk_size,
+    )
