@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 from toys import record
 
 from tokendrift_hf.evaluation.comparison import (
-    ENTROPY_CURVE,
     at_entropy,
     evaluate_models,
     matching_temperature,
@@ -103,9 +103,64 @@ def test_evaluating_models_with_real_text(text_model, text_judge, tmp_path):
     own = [r for r in results.records if r["model"] == "base" and r["temperature"] in (0.1, 1.0)]
     assert results.at_text_entropy[:1] == at_entropy(own, results.real_text["entropy"])
     assert results.nelbo["base"] == nelbo_perplexity(model, torch.tensor(text), 2)
-    assert {row.temperature for row in results.curve} == set(ENTROPY_CURVE)
-    beside = len(ENTROPY_CURVE) - 1 + 2 * (matched.temperature != 1)  # temperature 1 is in the grid
-    assert len(results.records) == 2 * 2 * 2 + beside
+    assert matched.gen_ppl == pytest.approx(warm.gen_ppl), "a twin has the base's entropy"
+    assert matched.temperature == 1
+    assert results.curve == [], "for which no further temperature is needed"
+    assert len(results.records) == 2 * 2 * 2
+
+
+class ByTemperature:
+    """A harness whose base has entropy 4 + T - 1 and Gen.-PPL 100^T, and whose other models have what they are told."""
+
+    def __init__(self, entropies: dict[str, dict[int, float]]):
+        self.sampling = Sampling(num_steps=[4, 8], num_seeds=2)
+        self.models, self.entropies, self.asked = {"base": None} | entropies, entropies, []
+
+    def grid(self, sampling: Sampling | None = None, models: list[str] | None = None) -> list[tuple]:
+        sampling = sampling or self.sampling
+        axes = (models or self.models, sampling.num_steps, sampling.temperatures, range(sampling.num_seeds))
+        return list(itertools.product(*axes))
+
+    def run(self, cells: list[tuple], description: str = "") -> list[dict]:
+        self.asked += [(num_steps, t) for model, num_steps, t, seed in cells if model == "base" and seed == 0]
+        made = []
+        for model, num_steps, t, seed in cells:
+            entropy = 3 + t if model == "base" else self.entropies[model][num_steps]
+            made.append(record(model, seed, 100**t * (1.1 if seed else 0.9), entropy, num_steps, temperature=t))
+        return made
+
+
+def test_the_base_is_sampled_at_no_more_temperatures_than_the_entropies_need():
+    harness = ByTemperature({"cold": {4: 3.75, 8: 4.0}, "warm": {4: 3.95, 8: 4.05}})
+    results = evaluate_models(harness, match_entropy=["cold", "warm"])
+    assert harness.asked == [(4, 1.0), (8, 1.0), (4, 0.9), (4, 0.8), (4, 0.7), (8, 1.1)]
+    assert [(row.num_steps, row.temperature) for row in results.curve] == [(4, 0.9), (4, 0.8), (4, 0.7), (8, 1.1)]
+    assert len(results.records) == 2 * (3 * 2 + 4)
+
+
+def test_a_line_at_equal_entropy_is_read_off_between_two_temperatures():
+    results = evaluate_models(ByTemperature({"b": {4: 3.96, 8: 4.0}}), match_entropy=["b"])
+    between, equal = (row for row in results.rows if row.matched_to == "b")
+    assert between.entropy == 3.96 and between.temperature == pytest.approx(0.96)
+    assert between.gen_ppl == pytest.approx(100**0.96)
+    assert between.gen_ppl_sd == pytest.approx(100**0.96 * 0.2 / 2**0.5), "of two seeds, 0.9 and 1.1 of the mean"
+    assert (between.num_seeds, between.beyond, between.seconds) == (2, False, None)
+    assert equal.gen_ppl == pytest.approx(100) and equal.temperature == 1
+
+
+def test_beyond_all_temperatures_the_nearest_is_shown_and_says_so():
+    results = evaluate_models(ByTemperature({"b": {4: 2.0, 8: 6.0}}), match_entropy=["b"])
+    low, high = (row for row in results.rows if row.matched_to == "b")
+    assert low.beyond and low.temperature == 0.7
+    assert high.beyond and high.temperature == 1.2
+
+
+def test_mauve_at_equal_entropy_lies_between_that_of_the_two_temperatures(monkeypatch):
+    harness = ByTemperature({"b": {4: 3.96, 8: 3.96}})
+    run = harness.run
+    monkeypatch.setattr(harness, "run", lambda *a: [made | {"mauve": made["temperature"]} for made in run(*a)])
+    row = evaluate_models(harness, match_entropy=["b"]).rows[-1]
+    assert row.mauve == pytest.approx(0.96)
 
 
 def test_text_that_is_none_is_noticed_before_any_sampling(text_model, text_judge, tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ class Recipe:
     match_entropy: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Labels of trainings: also sample the base at the temperatures that give it their entropy. "
+            "help": "Labels of trainings: also show the base at their entropy, from as few temperatures as it takes. "
             "Default: the first; [all]: all of them; []: none."
         },
     )

@@ -9,10 +9,12 @@ from statistics import mean, stdev
 
 import torch
 
-from .grid import Cell, Harness
+from .grid import Harness
 
 # Temperatures at which a model's entropy is measured to find the one that equals another model's.
 ENTROPY_CURVE = [0.7, 0.8, 0.9, 1.0]
+# The same beyond temperature 1, one after the other, as far as it takes.
+LOWER_TEMPERATURES, HIGHER_TEMPERATURES = (0.9, 0.8, 0.7), (1.1, 1.2)
 
 
 COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
@@ -163,8 +165,8 @@ def evaluate_models(
         harness: with the models, of which the first is the base.
         text: rows of real text [N, L]: the end point of the frontier, and what the NELBO is of.
         num_draws: for every row of `text`, see `nelbo_perplexity`.
-        match_entropy: labels of models: the base is also sampled at the temperatures that give it the entropies that
-            these have at temperature 1.
+        match_entropy: labels of models: the base is also sampled at as many temperatures as it takes to have the
+            entropies of these at temperature 1 between its own, and `at_entropy` reads a line at equal entropy off.
 
     Raises:
         ValueError: a label that is not known; temperatures without 1; too little text.
@@ -180,34 +182,59 @@ def evaluate_models(
     if real_text is not None and len(sampling.temperatures) > 1:
         at_text = at_entropy(records, real_text["entropy"])
     if match_entropy:
-        few = replace(sampling, temperatures=ENTROPY_CURVE, num_seeds=1)
-        curve = harness.run(harness.grid(few, [base]), f"{base} at lower temperatures")
-        matches = [match for label in match_entropy for match in _matches(harness, base, label, rows, curve)]
-        found = harness.run([cell for _, cells in matches for cell in cells], f"{base} at equal entropy")
-        records += [record for record in curve + found if record not in records]
-        left = iter(found)
-        for row, cells in matches:
-            values = _row([next(left) for _ in cells])
-            rows.append(
-                replace(values, model=f"{base} at equal entropy ({row.model})", matched_to=row.model, beyond=row.beyond)
-            )
-    return Comparison(rows, summarise(curve), records, real_text, nelbo, at_text)
+        matched = [row for row in rows if row.model in match_entropy and row.temperature == 1]
+        own = [record for record in records if record["model"] == base]
+        more = _beyond_their_entropies(harness, base, matched, own)
+        own += [record for record in more if record not in own]
+        records += [record for record in more if record not in records]
+        curve = summarise(more)
+        rows += [_at_equal_entropy(base, row, own) for row in matched]
+    return Comparison(rows, curve, records, real_text, nelbo, at_text)
 
 
-def _matches(
-    harness: Harness, base: str, label: str, rows: Iterable[ResultRow], curve: Iterable[dict]
-) -> list[tuple[ResultRow, list[Cell]]]:
-    """For every number of steps: the model's row, marked if it lies beyond the curve, and cells of the base for it."""
-    matches = []
-    for row in rows:
-        if row.model != label or row.temperature != 1:
-            continue
-        entropies = {r["temperature"]: r["entropy"] for r in curve if r["num_steps"] == row.num_steps}
-        beyond = not min(entropies.values()) <= row.entropy <= max(entropies.values())
-        temperature = round(matching_temperature(entropies, row.entropy), 3)
-        only = replace(harness.sampling, num_steps=[row.num_steps], temperatures=[temperature])
-        matches.append((replace(row, beyond=beyond), harness.grid(only, [base])))
-    return matches
+def _beyond_their_entropies(harness: Harness, base: str, matched: list[ResultRow], records: list[dict]) -> list[dict]:
+    """Records of the base at further temperatures, until its entropies lie on both sides of those of `matched`."""
+    more: list[dict] = []
+    for ladder, side in ((LOWER_TEMPERATURES, min), (HIGHER_TEMPERATURES, max)):
+        for temperature in ladder:
+            missing = []
+            for num_steps in harness.sampling.num_steps:
+                tried = [row.entropy for row in summarise(records + more) if row.num_steps == num_steps]
+                wanted = [row.entropy for row in matched if row.num_steps == num_steps]
+                if side(*wanted, *tried) != side(tried):
+                    missing.append(num_steps)
+            if missing:
+                cells = harness.grid(replace(harness.sampling, num_steps=missing, temperatures=[temperature]), [base])
+                more += harness.run(cells, f"{base} at temperature {temperature:g}")
+    return more
+
+
+def _at_equal_entropy(base: str, row: ResultRow, records: Iterable[dict]) -> ResultRow:
+    """The line of the base, with these records, at the entropy of a model's row; beyond them all, its nearest line."""
+    records = [record for record in records if record["num_steps"] == row.num_steps]
+    names = {"model": f"{base} at equal entropy ({row.model})", "matched_to": row.model}
+    tried = summarise(records)
+    (value,) = at_entropy(records, row.entropy)
+    if value.gen_ppl is None:
+        return replace(min(tried, key=lambda line: abs(line.entropy - row.entropy)), **names, beyond=True)
+    points = sorted(((line.entropy, line.temperature, line) for line in tried), key=lambda point: point[:2])
+    (_, _, low), (_, _, high), share = _segment(points, row.entropy)
+    num_seeds = min(low.num_seeds, high.num_seeds)
+    known = None not in (low.mauve, high.mauve)
+    return ResultRow(
+        **names,
+        num_steps=row.num_steps,
+        temperature=round(value.temperature, 3),
+        num_seeds=num_seeds,
+        gen_ppl=value.gen_ppl,
+        gen_ppl_sd=None if value.gen_ppl_se is None else value.gen_ppl_se * math.sqrt(num_seeds),
+        entropy=row.entropy,
+        entropy_sd=None,
+        mauve=low.mauve + share * (high.mauve - low.mauve) if known else None,
+        mauve_sd=None,
+        degenerate=low.degenerate or high.degenerate,
+        num_forward_calls=max(low.num_forward_calls, high.num_forward_calls),
+    )
 
 
 def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:
