@@ -431,6 +431,20 @@ def test_a_directory_of_pickled_weights_runs_nothing(reader, container, script, 
     assert not canary.exists()
 
 
+def test_adapters_cannot_name_a_module_to_import(tmp_path, monkeypatch):
+    """Older versions of peft import the module in megatron_core, which here would write a file."""
+    (tmp_path / "module_of_a_stranger.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = released_directory(tmp_path / "base", "mdlm")
+    (tmp_path / "adapters").mkdir()
+    fields = {"peft_type": "LORA", "r": 2, "target_modules": ["attn_qkv"], "base_model_name_or_path": str(base)}
+    fields |= {"megatron_config": {"x": 1}, "megatron_core": "module_of_a_stranger"}
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="asks for Megatron layers"):
+        load_model(str(tmp_path / "adapters"))
+    assert not (tmp_path / "canary").exists()
+
+
 def test_adapters_of_pickled_weights_run_nothing(tmp_path):
     (tmp_path / "adapters").mkdir()
     base = released_directory(tmp_path / "base", "mdlm")

@@ -12,12 +12,12 @@ from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess, check_tok
 
 
 class CleanCollator:
-    """Stack rows of clean ids; rows of different lengths are padded on the right, with an `attention_mask`.
+    """Stack rows of clean ids. Rows of different lengths are padded on the right, with an `attention_mask`.
 
     Args:
         vocab_size: V.
         max_length: the longest row that the model takes.
-        mask_id: the id of the mask of a masked model, which clean text must not contain; None: there is none.
+        mask_id: the id of the mask of a masked model, which clean text must not contain. None: there is none.
     """
 
     def __init__(self, vocab_size: int, max_length: int, mask_id: int | None = None):
@@ -27,8 +27,9 @@ class CleanCollator:
         """`input_ids` [B, L], and [B, L] `attention_mask`, `prompt_mask` and `labels` where rows have them.
 
         Raises:
-            ValueError: a row without `input_ids`, without tokens or longer than the model; a token id outside the
-                vocabulary; the mask in clean text; a mask or labels of another length than the tokens.
+            ValueError: a row without `input_ids`, without tokens or longer than the model, a token id outside the
+                vocabulary, the mask in clean text, or a column that some rows lack or that is no list of whole numbers,
+                one for each token.
         """
         ids = _column(rows, "input_ids")
         lengths = [len(x) for x in ids]
@@ -53,7 +54,7 @@ class CleanCollator:
 
 
 def _column(rows: list[dict], name: str, lengths: list[int] | None = None) -> list[Tensor]:
-    """The whole numbers of a column, a row each; `lengths` says how many there must be."""
+    """The whole numbers of a column, a row each. `lengths` says how many there must be."""
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(f"A batch is a list of rows with their columns by name; found {str(rows)[:80]}.")
     values = []
@@ -88,7 +89,7 @@ class DiffusionCollator:
 
     The noise is a function of `seed` and of the batch's token ids alone, since a collator is told neither the step nor
     the process it serves. Hence it does not depend on `dataloader_num_workers`, continues unchanged after a resume,
-    differs between processes (their rows differ) and leaves every global generator untouched; a reshuffled epoch makes
+    differs between processes (their rows differ) and leaves every global generator untouched. A reshuffled epoch makes
     other batches and so draws other noise, and evaluation draws the same noise each time, which makes its losses
     comparable. Only a batch that recurs with the same rows in the same order (no shuffling, or batches of one row)
     draws its old noise again.
@@ -105,7 +106,7 @@ class DiffusionCollator:
         self.eps = eps
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        """`rows` with `input_ids` (and `attention_mask`) of one length L; returns tensors [B, L] and `timesteps` [B].
+        """`rows` with `input_ids` (and `attention_mask`) of one length L. Returns tensors [B, L] and `timesteps` [B].
 
         Raises:
             ValueError: rows of different lengths.

@@ -1,7 +1,7 @@
 """The embedded corpus: the documentation that every installation of this package carries.
 
 Docstrings and help topics of the standard library and of the installed torch, transformers, numpy, datasets,
-accelerate and what those bring along. Files are parsed, never imported, so reading them runs no code; nothing is
+accelerate and what those bring along. Files are parsed, never imported, so reading them runs no code. Nothing is
 downloaded or redistributed. The text depends on the installed versions: another release of a package gives a slightly
 different corpus, so figures are comparable within one environment.
 """
@@ -46,7 +46,7 @@ def load_documentation() -> datasets.DatasetDict:
 
     Returns:
         `datasets.DatasetDict` with columns `text` and `source` (package and path of a file, or a help topic), one row
-        per file: about 16 MB in all. Takes 20 to 40 seconds on two CPUs at first use; afterwards it is read from the
+        per file: about 16 MB in all. Takes 20 to 40 seconds on two CPUs at first use. Afterwards it is read from the
         `datasets` cache, whose key holds the versions of Python and of the packages.
     """
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
@@ -99,7 +99,7 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def drop_repeated_paragraphs(text: str, seen: set[int]) -> str:
-    """`text` without the paragraphs of which more than half of the runs of eight words are in `seen`; adds to `seen`.
+    """`text` without the paragraphs of which more than half of the runs of eight words are in `seen`. Adds to `seen`.
 
     Argument descriptions are copied between hundreds of docstrings. Without this the same sentences would stand on
     both sides of the split. Paragraphs under eight words, such as "Returns:", stay unless what follows them goes.

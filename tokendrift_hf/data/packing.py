@@ -38,7 +38,7 @@ def pack_documents(
 
     Args:
         documents: rows with a column `text`.
-        tokenizer: any tokenizer with an eos token; where it has no bos or pad token, eos stands in.
+        tokenizer: any tokenizer with an eos token. Where it has no bos or pad token, eos stands in.
         block_size: tokens in a row, at least 3, bos and eos included.
         wrap: documents flow on from row to row. False: one row per document, cut or padded to `block_size`, with a
             column `attention_mask` (1 = text, 0 = padding).
@@ -47,13 +47,13 @@ def pack_documents(
 
     Returns:
         For a `Dataset`, a `Dataset` on disk, made once and found again by later runs and other processes through the
-        `datasets` cache; memory use does not grow with the corpus. For an `IterableDataset`, an `IterableDataset` whose
-        `state_dict` resumes at the exact row; for several passes give the Trainer `.repeat(None)` of it, as it resumes
+        `datasets` cache. Memory use does not grow with the corpus. For an `IterableDataset`, an `IterableDataset` whose
+        `state_dict` resumes at the exact row. For several passes give the Trainer `.repeat(None)` of it, as it resumes
         a stream within an epoch only. Column `input_ids`: lists of `block_size` int32.
 
     Raises:
-        ValueError: no document; fewer tokens than fill one row; `block_size` under 3; no eos token; token ids outside
-            [0, vocab_size).
+        ValueError: no data set or no column of text, no document, fewer tokens than fill one row, `block_size` under 3,
+            no eos token, or token ids outside [0, vocab_size).
     """
     check_text(documents, ["text"])
     check_size("block_size", block_size, at_least=3)
@@ -198,7 +198,7 @@ def _rows(
     insert_eos: bool,
     vocab_size: int | None = None,
 ) -> Iterator[dict[str, list[int]]]:
-    """The rows of `pack_documents`; `vocab_size` is checked here only for streams, whose end nobody sees."""
+    """The rows of `pack_documents`. `vocab_size` is checked here only for streams, whose end nobody sees."""
     count = {"documents": 0, "empty": 0, "tokens": 0}
 
     def counted() -> Iterator[list[int]]:

@@ -33,7 +33,7 @@ def pack_prompts(
         Columns `input_ids` and `prompt_mask` (1: bos and prompt, 0: completion and eos).
 
     Raises:
-        ValueError: no eos token; no pair that fits.
+        ValueError: no eos token, or no pair that fits.
     """
     if isinstance(pairs, datasets.IterableDataset):
         raise ValueError("Pairs of prompt and completion cannot be a stream. Load them with streaming=False.")

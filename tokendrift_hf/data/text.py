@@ -35,19 +35,20 @@ def load_text(
     """One split of a corpus as rows with a column `text`, one document a row, and maybe a column `prompt`.
 
     Args:
-        name: "documentation" (the embedded corpus, splits train, validation, judge, reference); "openwebtext" (its
-            parquet form, cut as the MDLM and DUO releases do: validation is the last 100,000 documents); a file or a
-            directory of .txt or .md (a file is a document), .jsonl, .json or .parquet files; or the name of a dataset
-            on the hub.
+        name: one of four. "documentation" is the embedded corpus, with the splits train, validation, judge and
+            reference. "openwebtext" is its parquet form, cut as the MDLM and DUO releases do: validation is the last
+            100,000 documents. A file or a directory may hold .txt or .md (a file is a document), .jsonl, .json or
+            .parquet. Anything else is the name of a dataset on the hub.
         split: any split expression of `datasets`, e.g. "train[:1%]". Files have the one split "train".
         config: configuration of a hub dataset.
         revision: branch, tag or commit of a hub dataset.
         text_column: the column that holds the text.
-        prompt_column: the column that holds the prompts which the text completes; None: there is none.
+        prompt_column: the column that holds the prompts which the text completes. None: there is none.
         streaming: read rows as they are needed instead of preparing an Arrow file first.
 
     Raises:
-        ValueError: unknown or empty split; column missing or not text; files missing, of several kinds or all empty.
+        ValueError: an argument that is no text, an unknown or empty split, a column that is missing or not text, files
+            that are missing, of several kinds or all empty, or no such data set.
     """
     given = {"name": name, "split": split, "config": config, "revision": revision, "text_column": text_column}
     given |= {"prompt_column": prompt_column}

@@ -36,7 +36,7 @@ class Archive:
         path: the file.
 
     Raises:
-        ValueError: it is no such archive, or one of TorchScript, which holds a program; a part is cut off.
+        ValueError: it is no such archive, or one of TorchScript, which holds a program, or a part is cut off.
     """
 
     def __init__(self, path: Path):
@@ -62,7 +62,7 @@ class Archive:
         """The bytes of a file in the archive, without a copy.
 
         Raises:
-            ValueError: there is no such file; it is compressed, cut off, or its checksum is another.
+            ValueError: there is no such file, or it is compressed, cut off, or its checksum is another.
         """
         info = self.records.get(self.folder + name)
         if info is None:

@@ -1,6 +1,6 @@
 """Bare weights files, Lightning checkpoints and released directories to a model directory that loads everywhere.
 
-Layouts: the state dict of kuleshov-group/mdlm and s-sahoo/duo, under any prefix ("backbone." in the releases); for
+Layouts: the state dict of kuleshov-group/mdlm and s-sahoo/duo, under any prefix ("backbone." in the releases). For
 Lightning files beside it `ema`, whose `shadow_params` are a list in the order of the parameters, hence without the
 `rotary_emb.inv_freq` buffer that the state dict holds.
 """
@@ -32,7 +32,7 @@ _RELEASED_HEAD_DIM = 64
 
 @dataclass
 class ConversionReport:
-    """What `convert` found and did; printed, it is one line per entry of `lines`."""
+    """What `convert` found and did. Printed, it is one line per entry of `lines`."""
 
     model: str
     num_parameters: int
@@ -51,10 +51,10 @@ def convert(
     Args:
         source: a `.safetensors` file, a Lightning or other torch checkpoint, or a directory in the released layout. A
             config.json beside a file counts.
-        destination: a directory that does not exist or is empty; it appears complete or not at all.
+        destination: a directory that does not exist or is empty. It appears complete or not at all.
         ema: take the moving average of the weights, if the file has one, as the authors' own evaluation does.
         model: "mdlm" or "duo". Both have the same tensors, so by default config.json, the hyper-parameters of the file,
-            then its name and those of its folders decide; if none of them says, MDLM is assumed and the report says so.
+            then its name and those of its folders decide. If none of them says, MDLM is assumed and the report says so.
 
     Raises:
         ValueError: the file is damaged or of another architecture, or the destination is in use.
@@ -187,12 +187,12 @@ def _read(source: Path) -> tuple[dict[str, Any], str]:
 
 
 def _whole(value: Any) -> int | str:
-    """A number to print; what else a stranger put there is not shown."""
+    """A number to print. What else a stranger put there is not shown."""
     return value if type(value) is int and abs(value) < 2**63 else "unknown"
 
 
 def _entry(node: Any, *path: str) -> Any:
-    """The value at a path of names in nested dicts or pickled omegaconf nodes; None where there is none."""
+    """The value at a path of names in nested dicts or pickled omegaconf nodes. None where there is none."""
     for name in path:
         node = _content(node)
         node = node.get(name) if isinstance(node, dict) else None

@@ -39,14 +39,14 @@ def load_model(
     Args:
         name: a directory or a hub id.
         tokenizer: where the tokenizer of another family lies, if it is not beside the model.
-        max_length: the longest sequence of a model of another family; default: its own limit.
+        max_length: the longest sequence of a model of another family. Default: its own limit.
         trust_remote_code: whether code that lies beside a model of another family may be run.
-        told: arguments of `as_diffusion` for a model of another family; default: `diffusion.json` beside the model or
+        told: arguments of `as_diffusion` for a model of another family. Default: `diffusion.json` beside the model or
             adapters, else what its tokenizer says.
         kwargs: go to `from_pretrained`.
 
     Raises:
-        ValueError: no configuration there, or one of another kind of model; adapters whose base is missing.
+        ValueError: no configuration there, or one of another kind of model, or adapters whose base is missing.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise ValueError(f"A model is named by a directory or hub id, not by {name!r}.")
@@ -76,10 +76,10 @@ def load_model(
 
 
 def _config_of(name: str, revision: str | None = None) -> dict:
-    """The fields of config.json in a folder or repository; none if a folder has no such file.
+    """The fields of config.json in a folder or repository. None if a folder has no such file.
 
     Raises:
-        ValueError: there is no such folder or repository; config.json is damaged.
+        ValueError: there is no such folder or repository, or config.json is damaged.
     """
     path = Path(name, "config.json")
     if path.is_file():

@@ -120,7 +120,7 @@ def adapter_base(folder: str | os.PathLike) -> tuple[str, str | None]:
     """The base model of the adapters in a directory: a path or hub id, and the revision.
 
     Raises:
-        ValueError: adapter_config.json is damaged; it names no base, or one that leads back to these adapters.
+        ValueError: adapter_config.json is damaged, or it names no base, or one that leads back to these adapters.
     """
     path, seen, named = Path(folder), [], None
     while path.resolve() not in seen:
@@ -150,6 +150,9 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     """
     from peft import PeftModel
 
+    # With it older versions of peft import whatever module the file names as megatron_core.
+    if read_json(Path(folder, ADAPTER_CONFIG)).get("megatron_config"):
+        raise ValueError(f"{Path(folder, ADAPTER_CONFIG)} asks for Megatron layers, which these models do not have.")
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload().requires_grad_(True)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:

@@ -55,8 +55,8 @@ class PickleReader:
         """The object that a pickle holds.
 
         Raises:
-            ValueError: bad pickle; a step that has no place in a checkpoint. Other errors of damaged pickles are those
-                of the step: IndexError, KeyError, TypeError.
+            ValueError: a bad pickle.
+            LookupError, TypeError: a step of a bad pickle fails, or has no place in a checkpoint.
         """
         self.stack: list = []
         self.marks: list[int] = []
@@ -76,7 +76,7 @@ class PickleReader:
         return items
 
     def collect(self, items: list) -> None:
-        """Append to the list on top of the stack, or add to the set there; a foreign object takes nothing in."""
+        """Append to the list on top of the stack, or add to the set there. A foreign object takes nothing in."""
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)

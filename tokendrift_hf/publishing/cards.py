@@ -36,15 +36,15 @@ OF_ADAPTERS = (
 
 @dataclass
 class Card:
-    """The facts on a model card; JSON-serialisable, and free of local paths.
+    """The facts on a model card. JSON-serialisable, and free of local paths.
 
     Attributes:
         kind: template: "full" (all weights refined), "lora" (adapters), "base" (trained on its own likelihood alone).
         model_class: "MDLMForMaskedLM" or "DUOForMaskedLM", or a class of another family.
-        auto_class: of another family, the class of transformers that loads it; empty: it comes with code of its own.
+        auto_class: of another family, the class of transformers that loads it. Empty: it comes with code of its own.
             None: a class of this package.
-        repo: hub id of the model; None: not published.
-        base: hub id of the model it started from, or the name of a local directory; empty: made from scratch.
+        repo: hub id of the model. None: not published.
+        base: hub id of the model it started from, or the name of a local directory. Empty: made from scratch.
         base_is_local: whether `base` is a directory here.
         base_revision: commit or revision of `base`.
         has_tokenizer: whether a tokenizer lies beside the weights.
@@ -101,7 +101,7 @@ class Card:
         )
 
     def describe_data(self, data: dict[str, Any]) -> None:
-        """The training text, under the names of the recipe's fields; a path becomes the name of its file."""
+        """The training text, under the names of the recipe's fields. A path becomes the name of its file."""
         name, is_local = _public_name(ALIASES.get(data["dataset"], data["dataset"]))
         self.data = data | {"dataset": name, "is_local": is_local or name == "documentation"}
 

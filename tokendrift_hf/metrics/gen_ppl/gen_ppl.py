@@ -123,7 +123,7 @@ class Judge:
 
     @classmethod
     def load(cls, model_id, revision, tokenizer, device, dtype):
-        """Load a judge for scoring; the arguments are those of `GenPPL`."""
+        """Load a judge for scoring. The arguments are those of `GenPPL`."""
         try:
             if tokenizer is None or isinstance(tokenizer, str):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -162,7 +162,7 @@ class Judge:
 
     @torch.no_grad()
     def _batches(self, network, rows: list[list[int]], batch_size: int):
-        """Yield positions in `rows`, their ids [b, L] and the output of `network` on them; empty rows are left out.
+        """Yield positions in `rows`, their ids [b, L] and the output of `network` on them. Empty rows are left out.
 
         Rows of similar length share a batch. Padding is on the right of a causal model, hence without influence.
         """
@@ -258,7 +258,7 @@ def score(judge: Judge, rows: list[list[int]], mode: str, batch_size: int) -> tu
 
 
 def unigram_entropy(tokens: list) -> float:
-    """Entropy in nats of the empirical distribution of the tokens; 0 for none."""
+    """Entropy in nats of the empirical distribution of the tokens. 0 for none."""
     counts = np.unique(np.array(tokens), return_counts=True)[1]
     p = counts / max(len(tokens), 1)
     return float(-(p * np.log(p)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -276,9 +276,10 @@ def ngram_codes(ids: list[int], n: int) -> np.ndarray:
 def diversity(rows: list[list[int]]) -> dict[str, float]:
     """Statistics of token ids, one list per sample.
 
-    entropy: unigram entropy in nats within a sample, mean over samples (an empty sample has 0); pooled_entropy: of all
-    samples together; distinct_n: distinct n-grams of the whole set per n-gram; rep_n: share of n-grams of a sample that
-    repeat an earlier one of the same sample, mean over the samples that have any.
+    `entropy` is the unigram entropy in nats within a sample, mean over samples (an empty sample has 0).
+    `pooled_entropy` is that of all samples together. `distinct_n` is the number of distinct n-grams of the whole set,
+    per n-gram. `rep_n` is the share of n-grams of a sample that repeat an earlier one of the same sample, mean over the
+    samples that have any.
     """
     result = {
         "entropy": float(np.mean([unigram_entropy(row) for row in rows])),
@@ -296,7 +297,7 @@ def diversity(rows: list[list[int]]) -> dict[str, float]:
 def perplexity(nll: list[float], num_tokens: list[int]) -> tuple[float | None, float | None]:
     """exp(sum nll / sum num_tokens) over samples, and its standard error.
 
-    The error is that of a ratio of two means (delta method); None for one sample. Both are None if no token counts.
+    The error is that of a ratio of two means (delta method). None for one sample. Both are None if no token counts.
     """
     s, n = np.array(nll), np.array(num_tokens, dtype=np.float64)
     if n.sum() == 0:
@@ -331,7 +332,7 @@ def mauve(p: np.ndarray, q: np.ndarray, settings: dict) -> dict:
 
 
 def words(text: str) -> list[str]:
-    """Words and runs of punctuation; characters where there are next to no word boundaries."""
+    """Words and runs of punctuation. Characters where there are next to no word boundaries."""
     found = _WORD.findall(text)
     return found if sum(map(len, found)) <= 20 * len(found) else [c for c in text if not c.isspace()]
 
@@ -361,7 +362,7 @@ def repetitive(text: str, ids: list[int]) -> bool:
 
 
 def degeneracy(texts: list[str], ids: list[list[int]]) -> list[str]:
-    """Why a set of samples is no evidence for a good model, whatever its perplexity; empty for honest text.
+    """Why a set of samples is no evidence for a good model, whatever its perplexity. Empty for honest text.
 
     Repetition is cheap under a judge (arXiv:2606.08417): cycles, mirrored halves, cloned rows, phrase banks. Works on
     words because subword `ids` depend on the tokenizer, and on at most 64 distinct samples because copies between
@@ -488,8 +489,24 @@ def strip(ids: list[int], pad_id: int | None) -> list[int]:
     return ids[kept[0] : kept[-1] + 1] if kept else []
 
 
+def reservations(num_samples: int, num_left_out: int, num_truncated: int, max_length: int, similarity: dict) -> list:
+    """What a reader of the figure should know, a sentence each."""
+    notes = []
+    if num_left_out:
+        notes.append(f"{num_left_out} ids were left out: masks, or outside the vocabulary of the tokenizer.")
+    if num_samples < FEW_SAMPLES:
+        notes.append(f"Only {num_samples} samples: look at gen_ppl_se, and use hundreds for a figure to report.")
+    if num_truncated:
+        notes.append(f"{num_truncated} of {num_samples} samples were cut to max_length = {max_length} judge tokens.")
+    if similarity:
+        counts = [similarity["mauve_settings"][f"num_{name}"] for name in ("predictions", "references")]
+        if min(counts) < FEW_FOR_MAUVE:
+            notes.append(f"MAUVE of {counts[0]} samples and {counts[1]} references: its authors ask for thousands.")
+    return notes
+
+
 class GenPPL(evaluate.Metric):
-    """Generative perplexity as an `evaluate` metric; the judge stays loaded between computes.
+    """Generative perplexity as an `evaluate` metric. The judge stays loaded between computes.
 
     All settings of `compute` (see its documentation) can be given here instead, which `evaluate.combine` needs.
     """
@@ -554,7 +571,7 @@ class GenPPL(evaluate.Metric):
         self.add_batch(predictions=[prediction], **kwargs)
 
     def compute(self, *, predictions=None, references=None, **kwargs):
-        """Score the predictions given here and by `add_batch`; None on all but the main process."""
+        """Score the predictions given here and by `add_batch`. None on all but the main process."""
         if predictions is None and self.writer is None:
             raise ValueError("There is nothing to score. Pass predictions or call add_batch first.")
         self._check({**self._settings, **kwargs})  # before anything is written
@@ -582,7 +599,7 @@ class GenPPL(evaluate.Metric):
         return self._judge
 
     def _mauve(self, judge: Judge, rows: list[list[int]], tokenizer, settings, max_length) -> dict:
-        """MAUVE of the samples' judge ids; the features of the references are kept for the next compute."""
+        """MAUVE of the samples' judge ids. The features of the references are kept for the next compute."""
         length = min(max_length, judge.window)
         references = tokenize(as_lists(settings["mauve_references"], "mauve_references"), judge, tokenizer)[1]
         references = [row[:length] for row in references]
@@ -609,17 +626,7 @@ class GenPPL(evaluate.Metric):
         rows = cut_rows if own_rows is None else own_rows
         reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts], rows)
         num_truncated = sum(len(row) > max_length for row in judge_rows)
-        notes = []
-        if num_left_out:
-            notes.append(f"{num_left_out} ids were left out: masks, or outside the vocabulary of the tokenizer.")
-        if len(texts) < FEW_SAMPLES:
-            notes.append(f"Only {len(texts)} samples: look at gen_ppl_se, and use hundreds for a figure to report.")
-        if num_truncated:
-            notes.append(f"{num_truncated} of {len(texts)} samples were cut to max_length = {max_length} judge tokens.")
-        if similarity:
-            counts = [similarity["mauve_settings"][f"num_{name}"] for name in ("predictions", "references")]
-            if min(counts) < FEW_FOR_MAUVE:
-                notes.append(f"MAUVE of {counts[0]} samples and {counts[1]} references: its authors ask for thousands.")
+        notes = reservations(len(texts), num_left_out, num_truncated, max_length, similarity)
         for note in notes + reasons:
             warnings.warn(f"gen_ppl: {note}", stacklevel=2)
         gen_ppl, standard_error = perplexity(nll, num_tokens)
