@@ -152,12 +152,9 @@ class ResumableTrainer(Trainer):
 
     def newest_checkpoint(self) -> str | None:
         """The newest complete checkpoint in the output directory; None: there is none, so a run begins anew."""
-
-        def find() -> str | None:
-            return str(last_complete_checkpoint(self.args.output_dir)) if checkpoints(self.args.output_dir) else None
-
+        folder = self.args.output_dir
         try:
-            return self._on_first(find)
+            return self._on_first(lambda: str(last_complete_checkpoint(folder)) if checkpoints(folder) else None)
         except ValueError as error:
             logger.warning("%s", error)
             return None
