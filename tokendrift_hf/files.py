@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict:
     """The object that a file holds.
 
     Raises:
-        ValueError: there is no such file; it is cut off, nested without end, or holds something else than an object.
+        ValueError: there is no such file, or it is cut off, nested without end, or holds something else than an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

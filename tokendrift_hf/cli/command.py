@@ -12,7 +12,7 @@ TASKS = {"train": train, "generate": generate, "evaluate": evaluate, "convert": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. A bad input is one clear line on stderr and status 2."""
+    """Run the command line and return the exit status. A bad input is one clear line on stderr and status 2."""
     options, rest = build_parser().parse_known_args(argv)
     if rest and "rest" not in options:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")

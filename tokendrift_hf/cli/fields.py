@@ -35,10 +35,10 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def read_yaml(text: str, where: str):
-    """The value of a YAML text, all of plain dicts, lists and scalars; `where` names its place in messages.
+    """The value of a YAML text, all of plain dicts, lists and scalars. `where` names its place in messages.
 
     Raises:
-        ValueError: no YAML; values that hold themselves; NaN.
+        ValueError: the text is no YAML, or has values that hold themselves, or NaN.
     """
     try:
         value = yaml.load(text, _Loader)
@@ -60,7 +60,7 @@ def read_yaml(text: str, where: str):
 
 
 def read_as(value, kind, flag: str | None = None):
-    """The first reading of a value from YAML that is of a type; `flag`: the words, if it is from a flag."""
+    """The first reading of a value from YAML that is of a type. `flag` is what the user typed, if it is from a flag."""
     readings = [value] if isinstance(value, str) else []
     readings.append(_with_numbers(value))
     if flag is not None and not isinstance(value, (list, dict)):
@@ -81,7 +81,7 @@ def _with_numbers(value):
 
 
 def is_of(value, kind) -> bool:
-    """Whether a value read from YAML is of an annotated type; types that YAML cannot express are let through."""
+    """Whether a value read from YAML is of an annotated type. Types that YAML cannot express are let through."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return any(is_of(value, option) for option in typing.get_args(kind))

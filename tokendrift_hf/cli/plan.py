@@ -29,8 +29,8 @@ class Training:
     Attributes:
         label: its line in the table.
         recipe: the recipe, with the fields that this training has of its own.
-        config: its arguments; `output_dir` is its folder.
-        peft_config: the adapters to train; None: all weights.
+        config: its arguments. `output_dir` is its folder.
+        peft_config: the adapters to train. None: all weights are trained.
     """
 
     label: str
@@ -53,8 +53,8 @@ def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Traini
         folder: where each training gets a folder of its own.
 
     Raises:
-        ValueError: wrong arguments; labels or fields that a training cannot have; a global batch that the devices
-            cannot share out; a push without the name of a repository.
+        ValueError: wrong arguments, labels or fields that a training cannot have, a global batch that the devices
+            cannot share out, or a push without the name of a repository.
     """
     if arguments.get("push_to_hub") and not arguments.get("hub_model_id"):
         raise ValueError("push_to_hub needs the name of the repository: hub_model_id, such as me/mdlm-tokendrift.")

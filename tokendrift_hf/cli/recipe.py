@@ -216,7 +216,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
 
 
 def _located(name: str, value: str | None, folder: Path) -> str | None:
-    """The path of something that lies beside the recipe; a hub id and the like stay what they are."""
+    """The path of something that lies beside the recipe. A hub id and the like stay what they are."""
     if value is None or (name, value) == ("encoder", "base"):
         return value
     try:
@@ -253,7 +253,7 @@ def _known_fields() -> dict[str, _Place]:
 def _read_fields(
     values: dict, known: dict[str, _Place], where: str, words: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Values from YAML, each read as the type of its field; `words`: what stood on the command line."""
+    """Values from YAML, each read as the type of its field. `words` is what the user typed on the command line."""
     read = {}
     for name, value in values.items():
         if name in FORMER:

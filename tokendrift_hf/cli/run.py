@@ -78,11 +78,11 @@ class Run:
         recipe: what to refine, on what, and how to evaluate it.
         arguments: fields of `DriftConfig` that all trainings share.
         folder: where everything is written.
-        trainings: what is trained; the first one is what the run is about.
+        trainings: what is trained. The run is about the first one.
         base: the model that all trainings begin with.
         tokenizer: of the model.
         splits: "train", and "validation" and "reference" where the recipe has them: rows of `input_ids`.
-        judge: arguments of `GenPPL`; None: nothing is evaluated.
+        judge: arguments of `GenPPL`. None: nothing is evaluated.
         losses_before: eval_loss of the base, by what decides the noise that it is measured with.
     """
 
@@ -159,7 +159,7 @@ class Run:
         return trainer
 
     def num_steps(self, training: Training) -> int:
-        """Optimizer steps of a training; -1 where the text is a stream and `max_steps` is not given."""
+        """Optimizer steps of a training. -1 where the text is a stream and `max_steps` is not given."""
         config, rows = training.config, self.splits["train"]
         if config.max_steps > 0 or not isinstance(rows, Dataset):
             return config.max_steps
@@ -178,7 +178,7 @@ class Run:
         )
 
     def train_or_resume(self, training: Training, resume: bool = False) -> dict:
-        """Do one training and save its model; what is finished is left alone. Returns the history of the training.
+        """Do one training, save its model and return its history. A finished training is left alone.
 
         Raises:
             ValueError: the training in its folder was made with other settings.

@@ -18,7 +18,7 @@ class Watch:
 
     Args:
         tokenizer: decodes the tokens.
-        mask_id: shown as a block; None for models without a mask.
+        mask_id: shown as a block. None for models without a mask.
         pause: seconds to wait after each step, so that eyes can follow.
     """
 

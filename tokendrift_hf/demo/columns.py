@@ -107,10 +107,10 @@ class Columns:
         return self.length if "num_steps" in SAMPLERS[request.sampler].unused else request.num_steps
 
     def write(self, request: Request) -> Iterator[dict[str, Column]]:
-        """All models write, taking turns a step at a time; after every turn, all columns so far.
+        """All models write, taking turns a step at a time. Yields all columns so far after every turn.
 
         Raises:
-            ValueError: a request that is not possible, in words for the page.
+            ValueError: the request is not possible. The message is written for the page.
         """
         runs = {title: self.write_one(title, request) for title in self.models}
         columns: dict[str, Column] = {}

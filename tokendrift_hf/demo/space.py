@@ -37,7 +37,7 @@ def space_files(
         more: further arguments of `make_page`. What is None is left out.
 
     Raises:
-        ValueError: a model that is no hub id; a file of results that cannot be read.
+        ValueError: a model is no hub id, or the file of results cannot be read.
         ImportError: the extra `demo`, whose versions the files name, is not installed.
     """
     named = {"base": base, "judge": judge, "results": None if results is None else RESULTS} | more
@@ -89,7 +89,7 @@ def _check_hub_id(name: str, hub_id: str) -> None:
 
 
 def _requirements() -> list[str]:
-    """What the page needs, as this package declares it; gradio comes with the Space."""
+    """What the page needs, as this package declares it. gradio comes with the Space."""
     lines = [Requirement(line) for line in requires("tokendrift-hf") or []]
     extras, needed = ["demo"], set()
     for extra in extras:  # an extra may ask for others of this package, which then join the list

@@ -31,15 +31,15 @@ class ResultRow:
         num_seeds: how many seeds the means are over. One seed has no standard deviation: None.
         gen_ppl, gen_ppl_sd: Gen.-PPL and its standard deviation, NaN if no sample had any text.
         entropy, entropy_sd: entropy of the tokens within a sample in nats.
-        mauve, mauve_sd: MAUVE against real text in [0, 1]; None: not measured.
+        mauve, mauve_sd: MAUVE against real text in [0, 1]. None: not measured.
         degenerate: whether the metric flagged the samples of some seed.
         num_forward_calls: predictions that sampling asked for, the most over the seeds.
         calls_per_row: in how many of them a sample took part, on average. This and what follows is None where a cell
             was drawn by a version that did not measure it.
-        num_forward_passes: of the network for the samples of a seed; a large batch needs several for one prediction.
+        num_forward_passes: of the network for the samples of a seed. A large batch needs several for one prediction.
         seconds: wall-clock time of the samples of a seed.
         tokens_per_second: sampled in that time.
-        matched_to: label of the model whose entropy this temperature gives; None: the temperature was asked for.
+        matched_to: label of the model whose entropy this temperature gives. None: the user asked for the temperature.
         beyond: whether that entropy lies beyond all temperatures tried, so that this one is only the nearest.
     """
 
@@ -71,8 +71,8 @@ class AtEntropy:
         model: label of the model.
         num_steps: sampling steps.
         entropy: in nats.
-        temperature: at which the model has this entropy; None: beyond its temperatures.
-        gen_ppl, gen_ppl_se: Gen.-PPL there and its standard error over seeds; None: beyond, or of one seed.
+        temperature: at which the model has this entropy. None: the entropy lies beyond its temperatures.
+        gen_ppl, gen_ppl_se: Gen.-PPL there and its standard error over seeds. None: beyond, or of one seed.
     """
 
     model: str
@@ -169,7 +169,7 @@ def evaluate_models(
             entropies of these at temperature 1 between its own, and `at_entropy` reads a line at equal entropy off.
 
     Raises:
-        ValueError: a label that is not known; temperatures without 1; too little text.
+        ValueError: a label that is not known, temperatures without 1, or too little text.
     """
     sampling, base = harness.sampling, next(iter(harness.models))
     check_matches(match_entropy, base, harness.models, sampling.temperatures)
@@ -238,7 +238,7 @@ def _at_equal_entropy(base: str, row: ResultRow, records: Iterable[dict]) -> Res
 
 
 def matching_temperature(curve: Mapping[float, float], entropy: float) -> float:
-    """The temperature at which a model has this entropy, by linear interpolation; the nearest one beyond the curve.
+    """The temperature at which a model has this entropy, by linear interpolation. Beyond the curve it is the nearest.
 
     Args:
         curve: temperature -> mean entropy of samples, at two temperatures or more.

@@ -2,7 +2,7 @@
 
 A finished cell is a JSON file, so a run that is killed loses at most the cell in flight and goes on where it was. Its
 name holds a digest of all that decides its content, weights and judge included. Under `accelerate launch` the processes
-share the cells out among themselves; `folder` must then be on a disk they all see.
+share the cells out among themselves. `folder` must then be on a disk they all see.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Cell:
         weights: digest of the model's weights, its generation defaults and its attention.
         scoring: digest of the judge, of both tokenizers and of all settings of `GenPPL`.
         num_steps: sampling steps, which papers label NFE.
-        temperature: of the clean-token prediction; 0 is greedy.
+        temperature: of the clean-token prediction. 0 is greedy.
         seed: of the sampler.
         num_samples: sequences drawn.
         length: tokens of a sequence.
@@ -183,9 +183,9 @@ class Harness:
     def draw(self, cell: Cell) -> tuple[list[list[int]], dict]:
         """The token ids of the cell's samples, and what they took.
 
-        That is: `num_forward_calls`, the predictions asked for; `calls_per_row`, in how many of them a sample took
-        part on average; `num_forward_passes` of the network for all samples; wall-clock `seconds` for all samples;
-        and `tokens_per_second`.
+        What they took is a dict. `num_forward_calls` counts the predictions asked for, `calls_per_row` in how many of
+        them a sample took part on average, and `num_forward_passes` those of the network for all samples. `seconds`
+        is the wall-clock time for all samples, and `tokens_per_second` follows from it.
         """
         model, batch_size = self.models[cell.model], self.sampling.batch_size
         generator = torch.Generator().manual_seed(cell.seed)
@@ -216,7 +216,7 @@ class Harness:
         }
 
     def nelbo(self, rows: torch.Tensor, num_draws: int) -> dict[str, dict]:
-        """label -> `nelbo_perplexity` of every model on real text [N, L]; the processes share the models out."""
+        """label -> `nelbo_perplexity` of every model on real text [N, L]. The processes share the models out."""
         state, labels = PartialState(), list(self.models)
         own = labels[state.process_index :: state.num_processes]
         bar = tqdm(own, desc="NELBO", unit="model", disable=not state.is_local_main_process)

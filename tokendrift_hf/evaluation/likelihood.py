@@ -35,7 +35,7 @@ def nelbo_perplexity(
         batch_size: rows at a time.
 
     Returns:
-        `nelbo` in nats per token with `nelbo_se`; `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method); and
+        `nelbo` in nats per token with `nelbo_se`, `nelbo_ppl` = exp(nelbo) with `nelbo_ppl_se` (delta method), and
         `nelbo_of_texts`, a value in nats per token for each row. One text has no standard error: None. The value of
         one text is unbiased, but with few draws of t it says little.
 

@@ -66,7 +66,7 @@ def _cost(row: ResultRow | None) -> str:
 
 
 def entropy_table(values: Sequence[AtEntropy]) -> str:
-    """A line a model: at each NFE its Gen.-PPL at one entropy with the standard error; "-" beyond its temperatures."""
+    """A line a model: at each NFE its Gen.-PPL at one entropy with the standard error. "-" beyond its temperatures."""
     steps = sorted({value.num_steps for value in values})
     lines = [["model, at the entropy of real text", *(f"NFE {n}: Gen.-PPL (standard error)" for n in steps)]]
     for label in dict.fromkeys(value.model for value in values):
@@ -111,7 +111,7 @@ def _mean_and_sd(value: float, deviation: float | None, digits: int) -> str:
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as a table, the first one as its header; a bar within a cell would end it and is escaped."""
+    """Lines of cells as a table, the first one as its header. A bar within a cell would end the cell and is escaped."""
     header, *body = [[cell.replace("|", r"\|") for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *body))
 
@@ -120,7 +120,7 @@ def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None
     """Two pictures in one PNG: Gen.-PPL over the number of steps, and Gen.-PPL over entropy (the frontier).
 
     The first shows the rows at temperature 1 and those matched in entropy, or all rows if there are none.
-    On the frontier every line is a model at one number of steps over its temperatures; a model with one temperature is
+    On the frontier every line is a model at one number of steps over its temperatures. A model with one temperature is
     a point. Further down at equal entropy is better.
 
     Args:

@@ -133,7 +133,7 @@ def prompted(
     mask_id: int | None,
     reserved_id: int,
 ) -> Texts:
-    """Pack prompts to the left and mark what is to be filled; the arguments are those of `generate()`.
+    """Pack prompts to the left and mark what is to be filled. The arguments are those of `generate()`.
 
     Args:
         mask_id: of a masked model, else None.

@@ -16,7 +16,7 @@ class DiTConfig(PreTrainedConfig):
         num_attention_heads: number of heads (released name: n_heads).
         max_position_embeddings: the longest sequence, in tokens (released name: model_length).
         dropout: probability of dropping a value of either branch of a block, while training.
-        time_conditioning: whether the network sees the diffusion time; if not, it sees sigma = 0 always.
+        time_conditioning: whether the network sees the diffusion time. Without it the network always sees sigma = 0.
         initializer_range: standard deviation of freshly drawn embeddings and linear weights.
     """
 
@@ -94,7 +94,7 @@ class MDLMConfig(DiTConfig):
     """A masked diffusion language model (arXiv 2406.07524).
 
     Args:
-        mask_token_id: the id of the mask; default: the last one, vocab_size - 1.
+        mask_token_id: the id of the mask. The default is the last id, vocab_size - 1.
         others: see `DiTConfig`.
     """
 

@@ -63,7 +63,7 @@ def draw(
     Args:
         weights: not negative, not all zero, of any sum, [n, V].
         uniforms: in [0, 1), [k].
-        rows: which of the n rows to draw from, [k]; None: all.
+        rows: which of the n rows to draw from, [k]. None draws once from each.
 
     Returns:
         ids [k].
@@ -90,9 +90,9 @@ def control(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) 
 
     Args:
         logits: [n, V].
-        temperature: 1 changes nothing; 0 is greedy: all mass on the likeliest token.
-        top_k: keep the k likeliest tokens; 0: all.
-        top_p: keep the likeliest tokens up to and including the one at which their sum reaches p; 1: all.
+        temperature: 1 changes nothing. 0 is greedy and puts all mass on the likeliest token.
+        top_k: keep the k likeliest tokens. 0 keeps all.
+        top_p: keep the likeliest tokens up to and including the one at which their sum reaches p. 1 keeps all.
 
     Returns:
         logits [n, V], -inf where a token is ruled out.

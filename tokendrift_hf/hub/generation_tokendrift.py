@@ -80,9 +80,9 @@ class DiffusionGenerationMixin:
         4. Trim and pad.
 
         Args:
-            input_ids: prompts [B, P]. A masked model fills their masks; `max_new_tokens` or `max_length` adds
-                positions behind them; both models fill what `prompt_mask` leaves free. Everything else is kept.
-            num_samples: B; default 1, or one for each prompt. A single prompt is repeated.
+            input_ids: prompts [B, P]. A masked model fills their masks. `max_new_tokens` or `max_length` adds
+                positions behind them. Both models fill what `prompt_mask` leaves free. Everything else is kept.
+            num_samples: B, by default 1 or one for each prompt. A single prompt is repeated.
             attention_mask: [B, P], non-zero where prompts of unequal length have tokens (padding on either side).
                 Each row gets what it would get alone, at the left of its row of the result.
             prompt_mask: [B, P], non-zero where `input_ids` is kept, zero where it is filled whatever it holds.
@@ -90,7 +90,7 @@ class DiffusionGenerationMixin:
             generator: a generator, or one for each row. Each gives every row a stream of its own, so that row i of a
                 batch is a single run with its generator, up to `rows_per_call`. A generator moves on by one number a
                 row. Without seed and generator torch's global state is used, else it is left alone.
-            streamer: a transformers streamer; `TextDiffusionStreamer` shows the drafts (one row only).
+            streamer: a transformers streamer. `TextDiffusionStreamer` shows the drafts (one row only).
             callback: called after every step with a `DiffusionStep`.
             logits_processor: transformers' processors of logits. They act on the clean-token prediction, before
                 temperature, top_k and top_p. `scores` is [n, V] for n positions of one row, and `input_ids` that row's
@@ -101,7 +101,7 @@ class DiffusionGenerationMixin:
             rows_per_call: rows that share a forward pass. Default: as many as hold 2^10 tokens on a CPU and 2^16 on a
                 GPU. A product over several rows rounds in another way than over one. About one draw in 10^5 is decided
                 by that in float32. With 1, row i of a batch equals its single run to the bit, with every sampler.
-            **settings: the fields of `DiffusionGenerationConfig`; None means not given.
+            **settings: the fields of `DiffusionGenerationConfig`. None means not given.
 
         Returns:
             ids [B, T], or a `DiffusionGenerationOutput`.

@@ -99,7 +99,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attention in plain torch, [B, H, L, D/H] -> [B, L, H, D/H]; `attention_mask` is added to the scores."""
+    """Attention in plain torch, [B, H, L, D/H] -> [B, L, H, D/H]. `attention_mask` is added to the scores."""
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -116,7 +116,7 @@ class ZeroLinear(nn.Linear):
 
 
 class DiTBlock(GradientCheckpointingLayer):
-    """x + gate * attention(modulated norm of x), then the same with the MLP; the six modulations come from `c`."""
+    """x + gate * attention(modulated norm of x), then the same with the MLP. The six modulations come from `c`."""
 
     is_causal = False  # read by transformers' attention functions, whose own default is causal
 
@@ -324,21 +324,21 @@ class DiffusionPreTrainedModel(PreTrainedModel):
 
         Args:
             input_ids: noisy ids x_t, [B, L].
-            timesteps: diffusion time t in [0, 1], [B]; default 0. The model turns it into sigma itself.
-            attention_mask: [B, L] of any dtype, non-zero where a position exists; None: everywhere.
+            timesteps: diffusion time t in [0, 1], [B]. The default is 0. The model turns it into sigma itself.
+            attention_mask: [B, L] of any dtype, non-zero where a position exists. None: all exist.
             inputs_embeds: embeddings [B, L, D] instead of `input_ids`.
-            labels: clean ids x_0, [B, L]; needs `input_ids` and `timesteps`. -100 or a masked-out position is not
+            labels: clean ids x_0, [B, L]. They need `input_ids` and `timesteps`. -100 or a masked-out position is not
                 scored.
             output_hidden_states: also return L+1 tensors [B, L, D]: the embeddings and the output of every block,
                 before the final norm.
             positions: ids of n positions a row, [B, n]: for samplers, which need few of them. The head and most of the
                 last block are then left out elsewhere: `logits` is None and `hidden_states` the pair (last hidden state
                 [B, n, D], time conditioning [B, C]) that `logits(hidden, c)` takes.
-            output_attentions: there for peft, whose wrapper always passes it on; attention weights are never kept.
+            output_attentions: is here for peft, whose wrapper always passes it on. Attention weights are never kept.
 
         Returns:
-            `logits` [B, L, V], raw but for a masked model's mask column, which is pushed to -1e6; with `labels`,
-            `loss`: the NELBO in nats per scored token.
+            `logits` [B, L, V], raw but for a masked model's mask column, which is pushed to -1e6. With `labels`
+            there is also `loss`, the NELBO in nats per scored token.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -399,7 +399,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
 
 
 def _commit(name, kwargs: dict) -> str | None:
-    """The commit of a repository that was just loaded, for adapters and model cards to name; None for directories."""
+    """The commit of a repository that was just loaded, for adapters and model cards to name. None for directories."""
     if name is None or os.path.isdir(name):
         return None
     options = {key: kwargs[key] for key in ("revision", "cache_dir", "subfolder") if kwargs.get(key) is not None}

@@ -49,9 +49,9 @@ def stratified_times(
 
     Args:
         uniforms: independent draws from U(0, 1), shape [B].
-        eps: the smallest time; the NELBO weights 1/t of smaller ones would have too large a variance.
+        eps: the smallest time. The NELBO weights 1/t of smaller ones would have too large a variance.
         first_row: which of the n strata is the first row's, if these rows are a part of a larger batch.
-        num_rows: n, the size of that larger batch; default B.
+        num_rows: n, the size of that larger batch. The default is B.
 
     Raises:
         ValueError: `eps` is not in [0, 1).
@@ -147,7 +147,7 @@ class AbsorbingProcess:
     def corrupt(
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1), shape [B, L]; `t` [B]. `random_tokens` is not used."""
+        """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1), [B, L], at times `t` [B]. `random_tokens` is not used."""
         check_times(t)
         masked = uniforms < 1 - _per_row(self.schedule.alpha(t), x_0)
         return torch.where(masked & self.corruptible(x_0), self.mask_id, x_0)
@@ -218,7 +218,7 @@ class UniformProcess:
     def corrupt(
         self, x_0: torch.Tensor, t: torch.Tensor, uniforms: torch.Tensor, random_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """x_t ~ q(x_t | x_0) from `uniforms` in [0, 1) and uniformly drawn `random_tokens`, both [B, L]; `t` [B]."""
+        """x_t ~ q(x_t | x_0) at times `t` [B], from `uniforms` in [0, 1) and random ids `random_tokens` [B, L]."""
         check_times(t)
         return torch.where(uniforms < 1 - _per_row(self.schedule.alpha(t), x_0), random_tokens, x_0)
 
@@ -227,7 +227,7 @@ class UniformProcess:
         return torch.ones_like(x_t, dtype=torch.bool)
 
     def nelbo(self, logits: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """The NELBO per token in nats, [B, L]; not zero where x_t = x_0.
+        """The NELBO per token in nats, [B, L]. It is not zero where x_t = x_0.
 
         With y_bar = V alpha y + 1 - alpha, r = y_bar(x_0) / y_bar(x_0)[x_t] and r' the same for the prediction:
         -alpha' / (V alpha) * sum_j r_j (r'_j / r_j - 1 - ln(r'_j / r_j)), every term of which is >= 0

@@ -84,12 +84,12 @@ def kappas(modes: str | Sequence[str], fractions: Sequence[float], alphas: Seque
             pure-posterior: 1 (ancestral). pure-pc: 0 (predict, then noise again). constant-eta: eta.
             With ReMDM's probability sigma of masking a present token again, kappa = 1 - sigma / (1 - alpha_s) where
             sigma = eta (constant-remdm-eta), min(eta, (1 - alpha_s) / alpha_t) (max-capped-eta), or
-            eta * min(1, (1 - alpha_s) / alpha_t) (max-rescale-eta; the duo repository has eta * min(eta, ...), in
-            which eta enters twice). kappa is clipped to [0, 1].
+            eta * min(1, (1 - alpha_s) / alpha_t) (max-rescale-eta). The duo repository has eta * min(eta, ...) there,
+            in which eta enters twice. kappa is clipped to [0, 1].
         alphas: alpha at the N + 1 times.
 
     Returns:
-        N values. The duo repository sets the last of every segment to 1; here every step follows its mode.
+        N values. The duo repository sets the last of every segment to 1. Here every step follows its mode.
     """
     N = len(alphas) - 1
     modes = [modes] * 3 if isinstance(modes, str) else modes
@@ -137,7 +137,7 @@ def uniform_rates(alpha_t: float, alpha_s: float, vocab_size: int) -> tuple[floa
 
     Returns:
         pull: the odds that x_t stays for the network's sake are pull * p(x_t), with pull = alpha_t V / (1 - alpha_t).
-        keep, uniform: if it does not, P(it is kept all the same) and P(a uniform token); the rest is the prediction.
+        keep, uniform: if it does not, P(it is kept all the same) and P(a uniform token). The rest is the prediction.
     """
     a = alpha_t / alpha_s
     keep, uniform = (weight * (1 - alpha_s) / (1 - alpha_t) for weight in (a, 1 - a))

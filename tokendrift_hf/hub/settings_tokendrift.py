@@ -14,18 +14,19 @@ METADATA = ("_from_model_config", "_commit_hash", "transformers_version")  # bes
 
 
 class DiffusionGenerationConfig(GenerationConfig):
-    """The settings of `generate()`; one that is None is not set and is taken from the next place that has it.
+    """The settings of `generate()`. One that is None is not set and is taken from the next place that has it.
 
     Args:
         num_steps: N. The network is called at most N + 1 times, since noise removal is a step more (papers label such
-            runs "NFE N"); `first_hitting` has no steps, and the ordered samplers make at most N calls.
+            runs "NFE N"). `first_hitting` has no steps, and the ordered samplers make at most N calls.
         sampler: "ancestral" (MDLM 2406.07524, DUO 2506.10892), "psi" (both: ReMDM 2503.00307 and predictor-corrector
             2602.21185), and for masked models "first_hitting" (one token a
-            call, no discretisation, 2409.02908), and "confidence", "margin", "entropy" (surest positions first
-            2502.06768; less diverse text).
+            call, no discretisation, 2409.02908), and "confidence", "margin", "entropy" (surest positions first,
+            2502.06768, which gives less diverse text).
         temperature, top_k, top_p: act, in this order, on the clean-token prediction p(x_0 | x_t), never on the
-            posterior. p ~ p^(1 / temperature), where 0 is greedy (the likeliest token) and 1 changes nothing; then
-            the top_k likeliest (1805.04833; 0: all); then the likeliest that together reach top_p (1904.09751; 1: all).
+            posterior. p ~ p^(1 / temperature), where 0 is greedy (the likeliest token) and 1 changes nothing. Then
+            the top_k likeliest are kept (1805.04833, 0 keeps all). Last the likeliest that together reach top_p are
+            kept (1904.09751, 1 keeps all).
         suppress_tokens: ids that are never sampled, such as those that the tokenizer does not know. The text is that of
             a model whose vocabulary never had them: the other tokens keep their odds, and they are no noise either.
         noise_removal: "ancestral" (a last posterior step to clean text), "greedy" (argmax), or "none" (masks or noise
@@ -35,7 +36,7 @@ class DiffusionGenerationConfig(GenerationConfig):
         psi_fractions: the fractions of the steps that are early and middle.
         precision: "float64" or "float32", of the random numbers and distribution functions. float32 draws lose rare
             tokens, which lowers both perplexity and entropy (2409.02908). Devices without float64 use float32 and warn.
-        max_new_tokens: tokens to generate after the prompt; without a prompt, all of them (default: the longest).
+        max_new_tokens: tokens to generate after the prompt. Without a prompt it counts all (default: the longest).
         max_length: the same, the prompt included.
         stride: allows text longer than the model: it is written in windows of the model's length, each `stride` new
             tokens after the one before, which see the end of the text so far.

@@ -50,7 +50,7 @@ def write_adaptation(folder: str | os.PathLike, adaptation: Adaptation, settings
 
 
 def read_adaptation(name: str, revision: str | None = None) -> dict[str, Any]:
-    """The content of `diffusion.json` in a directory or a repository of the hub; {} where there is none, or no name.
+    """The content of `diffusion.json` in a directory or a repository of the hub. {} where there is none, or no name.
 
     Raises:
         ValueError: it is no JSON object, or has fields that are not known.

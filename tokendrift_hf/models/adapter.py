@@ -54,8 +54,8 @@ def as_diffusion(
         shift: whether the logits at position i predict token i + 1. Default: as the family does.
 
     Raises:
-        ValueError: no mask token; an encoder-decoder; a model without a vocabulary head; a model that is causal; a
-            family that is not known or does not fit; ids outside the vocabulary.
+        ValueError: no mask token, an encoder-decoder, a model without a vocabulary head, a model that is causal, a
+            family that is not known or does not fit, or ids outside the vocabulary.
     """
     if hasattr(model, "process"):
         return model
@@ -188,7 +188,7 @@ def _first(values):
 
 
 class AdaptedModel:
-    """The members of our own models, in front of a family's class; `as_diffusion` puts the two together.
+    """The members of our own models, in front of a family's class. `as_diffusion` puts the two together.
 
     Attributes:
         adaptation: what the adapter was told.
@@ -218,7 +218,7 @@ class AdaptedModel:
 
     @property
     def auto_class(self) -> str:
-        """The class of transformers that loads the model's files; empty: they come with their own code."""
+        """The class of transformers that loads the model's files. Empty: they come with their own code."""
         if not type(self).__module__.startswith("transformers."):
             return ""
         is_masked = is_masked_language_model(self.config.model_type)
@@ -294,7 +294,7 @@ class AdaptedModel:
         return names
 
     def generate(self, input_ids=None, *, num_samples=None, generation_config=None, **kwargs):
-        """As for our own models; unprompted text is written between the ids that frame every row of training text."""
+        """As for our own models. Unprompted text is written between the ids that frame every row of training text."""
         described = any(kwargs.get(name) is not None for name in ("attention_mask", "prompt_mask"))
         if input_ids is None and self.adaptation.frame is not None and not described:
             asked = {name: kwargs.pop(name, None) for name in ("max_new_tokens", "max_length")}

@@ -45,14 +45,14 @@ def load_adapted(
         name: a directory or a hub id.
         config: the content of its config.json.
         told: arguments of `as_diffusion`, which come before what `diffusion.json` says.
-        tokenizer: the model's; None: `diffusion.json` says what the tokenizer would.
-        max_length: the longest sequence; default: the model's own limit.
+        tokenizer: the model's. None: `diffusion.json` says what the tokenizer would.
+        max_length: the longest sequence. The default is the model's own limit.
         trust_remote_code: whether code that lies beside the model may be run.
         dropout: replaces every dropout in the model's configuration.
         kwargs: go to `from_pretrained`.
 
     Raises:
-        ValueError: an unknown kind of model; remote code that is not trusted; weights that are missing; what
+        ValueError: an unknown kind of model, remote code that is not trusted, weights that are missing, or what
             `as_diffusion` refuses.
     """
     if config.get("model_type") in REFUSED:
@@ -81,7 +81,7 @@ def load_adapted(
 
 
 def _native(name: str, config: dict, revision: str | None) -> tuple[type, PreTrainedConfig] | None:
-    """The auto class that loads a model of transformers, and its configuration; None: it has no such model."""
+    """The auto class that loads a model of transformers, and its configuration. None: it has no such model."""
     model_type = config.get("model_type")
     if is_a2d(config):
         model_type = model_type.removeprefix(A2D)
@@ -99,7 +99,7 @@ def _remote_class(name: str, config: dict, trust_remote_code: bool) -> str:
     """The entry of `auto_map` for a model whose code lies beside it.
 
     Raises:
-        ValueError: there is none that predicts tokens; it is not trusted; nobody has looked at this family.
+        ValueError: there is none that predicts tokens, it is not trusted, or nobody has looked at this family.
     """
     model_type, classes = config.get("model_type"), config.get("auto_map") or {}
     reference = next((classes[auto] for auto in HEADS_FIRST if auto in classes), None)

@@ -57,7 +57,7 @@ class ResumableTrainer(Trainer):
     (`write_card`).
 
     Attributes:
-        ema: the averages of the weights, with which models are evaluated and saved; None without `ema_decay`.
+        ema: the averages of the weights, with which models are evaluated and saved. None without `ema_decay`.
         frozen: what -> digest of weights that no checkpoint holds, and that must be the same after a resume.
 
     Raises:
@@ -124,13 +124,13 @@ class ResumableTrainer(Trainer):
     # Run
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, **kwargs):
-        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+        """As in `Trainer`. `resume_from_checkpoint=True` takes the newest complete checkpoint.
 
         SIGTERM and SIGUSR1 stop the run after the step under way: its checkpoint is saved, whatever the save strategy.
 
         Raises:
-            ValueError: no complete checkpoint, or the one that is named is incomplete; frozen weights that are not
-                those of the checkpoint; another process trains into the same folder; weights, gradients or a loss that
+            ValueError: there is no complete checkpoint, or the one that is named is incomplete. Frozen weights are not
+                those of the checkpoint. Another process trains into the same folder. Weights, gradients or a loss
                 are not finite.
             TrainingStopped: a signal asked for it. It is an exit with status 75.
         """
@@ -151,7 +151,7 @@ class ResumableTrainer(Trainer):
         return output
 
     def newest_checkpoint(self) -> str | None:
-        """The newest complete checkpoint in the output directory; None: there is none, so a run begins anew."""
+        """The newest complete checkpoint in the output directory. None: there is none, so a run begins anew."""
         folder = self.args.output_dir
         try:
             return self._on_first(lambda: str(last_complete_checkpoint(folder)) if checkpoints(folder) else None)
@@ -160,7 +160,7 @@ class ResumableTrainer(Trainer):
             return None
 
     def _checkpoint_to_resume(self, asked: str | os.PathLike | bool | None) -> str | None:
-        """The checkpoint to go on from, looked at; what is incomplete beyond it is set aside."""
+        """The checkpoint to go on from, checked. Newer ones that are incomplete are set aside."""
         path = last_complete_checkpoint(self.args.output_dir) if asked is True else Path(asked) if asked else None
         if path is not None:
             manifest = read_manifest(path)
@@ -289,7 +289,7 @@ class ResumableTrainer(Trainer):
         return nullcontext() if self.ema is None else self.ema.applied(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any.
+        """As in `Trainer`. Unlike a checkpoint, a save by the user or for a push holds the averaged weights, if any.
 
         Raises:
             ValueError: a weight is not finite. Nothing is written.
@@ -380,7 +380,7 @@ class ResumableTrainer(Trainer):
             self.write_card(self.args.output_dir)
 
     def push_to_hub(self, *args, **kwargs):
-        """As in `Trainer`; adapters never name a directory of this machine as their base."""
+        """As in `Trainer`. Adapters never name a directory of this machine as their base."""
         hide_local_base(self.model)
         return super().push_to_hub(*args, **kwargs)
 
@@ -402,7 +402,7 @@ class ResumableTrainer(Trainer):
         self.state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def _load_ema(self, checkpoint: str | os.PathLike) -> None:
-        """The averages; of a checkpoint written without them, they begin at its weights."""
+        """Load the averages. If the checkpoint was written without them, they begin at its weights."""
         if self.ema is not None:
             state = _read(checkpoint, EMA)
             self.ema.load_state_dict(state) if state else self.ema.reset(self.model)
@@ -412,7 +412,7 @@ class ResumableTrainer(Trainer):
         self._load_ema(self.state.best_model_checkpoint)
 
     def _on_first(self, action: Callable[[], object]):
-        """What `action` returns on the first process, on all of them; its errors as well."""
+        """Run `action` on the first process, and give what it returns or raises to all of them."""
         if self.args.world_size == 1:
             return action()
         result = error = None
@@ -429,7 +429,7 @@ class ResumableTrainer(Trainer):
 
 @contextmanager
 def temporarily(target, **values) -> Iterator[None]:
-    """Inside, attributes of `target` have these values; afterwards their own."""
+    """Inside, attributes of `target` have these values. Afterwards they have their own again."""
     own = {name: getattr(target, name) for name in values}
     try:
         for name, value in values.items():

@@ -21,7 +21,7 @@ class Diagnostics:
             self._values[name].append(value.detach())
 
     def means(self, average: Callable[[list[float]], list[float]]) -> dict[str, float]:
-        """The mean of each since the last call; `average` takes the means of a list of them over processes."""
+        """The mean of each since the last call. `average` takes the means of a list of them over processes."""
         if not self._values:
             return {}
         means = [float(torch.stack(values).mean()) for values in self._values.values()]

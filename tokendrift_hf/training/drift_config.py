@@ -59,7 +59,7 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 @dataclass
 class DriftConfig(TrainingArguments):
-    """Arguments of `DriftTrainer`. Fields of `TrainingArguments` keep their meaning; ours are below.
+    """Arguments of `DriftTrainer`. Fields of `TrainingArguments` keep their meaning. Ours are below.
 
     Defaults that differ from `TrainingArguments`: learning_rate 3e-5 (the paper's for MDLM), logging_steps 10,
     ddp_find_unused_parameters False (every parameter is used), remove_unused_columns True for the columns of

@@ -16,7 +16,7 @@ class WeightEMA:
     The decay is warmed up as in the reference repositories: min(decay, (1 + n) / (10 + n)) after n updates.
 
     Args:
-        model: the (unwrapped) model; its trainable parameters are tracked by name.
+        model: the (unwrapped) model, whose trainable parameters are tracked by name.
         decay: in (0, 1).
     """
 
@@ -26,7 +26,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the present weights; call once after every optimizer step."""
+        """Take in the present weights. Call it once after every optimizer step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         for name, p in _trainable(model):
@@ -34,7 +34,7 @@ class WeightEMA:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` has the averaged weights; afterwards its own, bit for bit, whatever happened inside."""
+        """Inside, `model` has the averaged weights. Afterwards it has its own, bit for bit, whatever happened."""
         raw = {name: p.detach().clone() for name, p in _trainable(model)}
         try:
             _assign(model, self.shadow)

@@ -52,7 +52,7 @@ def read_manifest(folder: Path, *, digests: bool = True) -> dict:
         digests: read every file, as a resume should, or look at sizes alone.
 
     Raises:
-        ValueError: the checkpoint is incomplete, damaged or not from `DriftTrainer`; the message says what is wrong.
+        ValueError: the checkpoint is incomplete, damaged or not from `DriftTrainer`. The message says what is wrong.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -122,7 +122,7 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
-    """The newest complete checkpoint in a run's output directory; incomplete newer ones are skipped with a warning.
+    """The newest complete checkpoint in a run's output directory. Incomplete newer ones are skipped with a warning.
 
     Raises:
         ValueError: there is none.

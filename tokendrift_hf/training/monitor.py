@@ -28,7 +28,7 @@ class SampleMonitor:
 
     Args:
         args: the fields gen_ppl_* and seed.
-        tokenizer: of the model; None: the judge reads the ids as they are.
+        tokenizer: of the model. None: the judge reads the ids as they are.
     """
 
     def __init__(self, args: DriftConfig, tokenizer: PreTrainedTokenizerBase | None):
@@ -73,7 +73,7 @@ class DynamicsCallback(TrainerCallback):
     """After every evaluation, write dynamics.json and dynamics.png, and stop the run if entropy has collapsed.
 
     Args:
-        min_entropy_ratio: the least fraction of the first measured entropy; None: never stop.
+        min_entropy_ratio: the least fraction of the first measured entropy. None: never stop.
     """
 
     def __init__(self, min_entropy_ratio: float | None = None):
@@ -111,7 +111,7 @@ def sampled_points(log_history: list[dict]) -> list[dict]:
 
 
 def entropy_ratio(log_history: list[dict]) -> float:
-    """The newest entropy over the first one, the smallest over the numbers of steps; 1 if nothing was measured."""
+    """The newest entropy over the first one, the smallest over the numbers of steps. 1 if nothing was measured."""
     series: dict[str, list[float]] = {}
     for point in sampled_points(log_history):
         for name, value in point.items():

@@ -35,7 +35,7 @@ class StopSignals:
     Outside the main thread of a program no signal can be received, and the context does nothing.
 
     Attributes:
-        received: the name of the last one; None: none has come.
+        received: the name of the last signal. None: none has come.
     """
 
     def __init__(self):
