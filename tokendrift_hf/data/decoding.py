@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +13,13 @@ def ids_to_suppress(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     if tokenizer is not None:
         suppressed |= set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
     return sorted(suppressed)
+
+
+def check_one_vocabulary(models: Mapping[str, PreTrainedModel]) -> None:
+    """Raise ValueError if the models, by their labels, cannot be of one tokenizer. The mask counts as no token."""
+    sizes = {label: m.config.vocab_size - (m.process.mask_id is not None) for label, m in models.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]) -> tuple[list[str], list[int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.decoding import ids_to_suppress
+from ..data.decoding import check_one_vocabulary, ids_to_suppress
 from ..evaluation.comparison import ENTROPY_CURVE, matching_temperature
 from ..hub.samplers_tokendrift import SAMPLERS
 from ..training.monitor import mean_entropy
@@ -92,9 +92,7 @@ class Columns:
             from ..metrics import GenPPL  # needs evaluate, an extra
 
             self.metric = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge)
-        sizes = {title: m.config.vocab_size - (m.process.mask_id is not None) for title, m in self.models.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
+        check_one_vocabulary(models)
         all_masked = all(model.process.mask_id is not None for model in self.models.values())
         self.samplers = [name for name, sampler in SAMPLERS.items() if all_masked or not sampler.needs_mask]
         reserved = {getattr(model.config, "mask_token_id", None) for model in self.models.values()}

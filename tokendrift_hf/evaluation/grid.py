@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..data.decoding import ids_to_suppress
+from ..data.decoding import check_one_vocabulary, ids_to_suppress
 from ..files import read_json, write_json
 from ..models.digest import weights_digest
 from .likelihood import nelbo_perplexity
@@ -113,11 +113,7 @@ class Harness:
 
         self.models, self.tokenizer, self.folder, self.sampling = models, tokenizer, folder, sampling
         self.metric, self.metric_version = GenPPL(keep_in_memory=True, tokenizer=tokenizer, **judge), VERSION
-        sizes = {
-            label: model.config.vocab_size - (model.process.mask_id is not None) for label, model in models.items()
-        }
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"The models have different numbers of tokens, so different tokenizers: {sizes}.")
+        check_one_vocabulary(models)
         self.weights = {label: _digest([weights_digest(m.state_dict()), _defaults(m)]) for label, m in models.items()}
         scorer = self.metric.judge
         how = [judge.get(name) for name in ("mode", "max_length", "mauve_references", "mauve_settings")]
