@@ -30,7 +30,7 @@ import transformers.modeling_utils
 from conftest import tiny_model
 from datasets import Dataset
 from peft import LoraConfig
-from toys import logged, make_trainer, queues_of, toy_rows, weights_of
+from toys import REAL_STEPS, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import TrainerCallback
 
 from tokendrift_hf.models.digest import weights_digest
@@ -38,19 +38,7 @@ from tokendrift_hf.training import checkpoint as checkpoint_module
 from tokendrift_hf.training.manifest import last_complete_checkpoint, step_of
 from tokendrift_hf.training.stopping import STOPPED, TrainingStopped
 
-FIELDS = dict(
-    max_steps=6,
-    gradient_accumulation_steps=2,
-    per_device_train_batch_size=2,
-    optim="adamw_torch",
-    learning_rate=1e-3,
-    lr_scheduler_type="linear",
-    max_grad_norm=1.0,
-    queue_size=10,
-    save_strategy="steps",
-    save_steps=2,
-    save_total_limit=1,
-)
+FIELDS = REAL_STEPS | dict(max_steps=6, queue_size=10, save_strategy="steps", save_steps=2, save_total_limit=1)
 CASES = ("all weights", "adapters", "stream", "two processes")
 TIME_LIMIT = 300  # seconds for one training
 WRITING = os.O_WRONLY | os.O_RDWR

@@ -18,6 +18,16 @@ CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(DriftConfig, name)
 )
 
+# Fields of a config whose steps are those of a real training: AdamW with a schedule, micro-batches, clipped gradients.
+REAL_STEPS = dict(
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    optim="adamw_torch",
+    learning_rate=1e-3,
+    lr_scheduler_type="linear",
+    max_grad_norm=1.0,
+)
+
 
 def toy_rows(count: int, length: int = LENGTH, **columns) -> list[dict]:
     """Rows that count upwards from a random token: text with a structure that a tiny model can learn."""

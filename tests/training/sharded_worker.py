@@ -13,15 +13,10 @@ from accelerate.utils import DistributedType
 from conftest import tiny_model
 from peft import LoraConfig
 from safetensors.torch import save_file
-from toys import make_trainer, queues_of, toy_rows
+from toys import REAL_STEPS, make_trainer, queues_of, toy_rows
 
-FIELDS = dict(
-    per_device_train_batch_size=2,
+FIELDS = REAL_STEPS | dict(
     per_device_eval_batch_size=2,
-    gradient_accumulation_steps=2,
-    optim="adamw_torch",
-    learning_rate=1e-3,
-    max_grad_norm=1.0,
     save_strategy="steps",
     save_steps=2,
     eval_strategy="steps",

@@ -12,7 +12,7 @@ from conftest import TINY, start_python, tiny_model
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
-from toys import assert_same, logged, make_trainer, queues_of, toy_rows, weights_of
+from toys import REAL_STEPS, assert_same, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import TrainerCallback
 
 from tokendrift_hf import lock
@@ -39,14 +39,9 @@ def run(folder, stop_at=None, model=None, rows=None, arguments=None, **fields):
         model=tiny_model("mdlm", dropout=0.1) if model is None else model,
         rows=toy_rows(24) if rows is None else rows,
         arguments={"callbacks": callbacks, "eval_dataset": toy_rows(3)} | (arguments or {}),
-        **dict(
+        **REAL_STEPS
+        | dict(
             max_steps=6,
-            gradient_accumulation_steps=2,
-            per_device_train_batch_size=2,
-            optim="adamw_torch",
-            learning_rate=1e-3,
-            lr_scheduler_type="linear",
-            max_grad_norm=1.0,
             queue_size=10,
             ema_decay=0.9,
             save_strategy="steps",

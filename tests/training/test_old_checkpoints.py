@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from conftest import FIXTURES, recorded, tiny_model
-from toys import assert_same, make_trainer, toy_rows, weights_of
+from toys import REAL_STEPS, assert_same, make_trainer, toy_rows, weights_of
 
 from tokendrift_hf import MDLMForMaskedLM
 from tokendrift_hf.models.loading import load_model
@@ -41,13 +41,8 @@ def test_an_old_checkpoint_resumes_to_the_weights_of_its_uninterrupted_run(run):
     trainer = make_trainer(
         run,
         model=tiny_model("mdlm", **SIZES, dropout=0.1),
+        **REAL_STEPS,
         max_steps=4,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=2,
-        optim="adamw_torch",
-        learning_rate=1e-3,
-        lr_scheduler_type="linear",
-        max_grad_norm=1.0,
         ema_decay=0.9,
         feature_layers=[0, 1],
         save_strategy="steps",

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from conftest import tiny_model
-from toys import assert_same, logged, make_trainer, queues_of, toy_rows, weights_of
+from toys import REAL_STEPS, assert_same, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import TrainerCallback
 
 from tokendrift_hf.training.manifest import checkpoints, last_complete_checkpoint
@@ -35,16 +35,7 @@ def run(folder, *callbacks, **fields):
         folder,
         model=tiny_model("mdlm", dropout=0.1),
         arguments={"callbacks": list(callbacks), "eval_dataset": toy_rows(3)},
-        **dict(
-            max_steps=8,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            optim="adamw_torch",
-            learning_rate=1e-3,
-            lr_scheduler_type="linear",
-            ema_decay=0.9,
-        )
-        | fields,
+        **REAL_STEPS | dict(max_steps=8, ema_decay=0.9) | fields,
     )
 
 
