@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -80,3 +82,30 @@ def decoder(model_type: str, seed: int = 0, is_causal: bool | None = False, **ch
     if is_causal is not None:
         config.is_causal = is_causal
     return randomised(AutoModelForCausalLM.from_config(config), seed)
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: {target}
+output_type: {kind}
+{more}
+"""
+
+
+def write_tasks(folder) -> None:
+    """Two tasks of lm-evaluation-harness as files: tiny_choice, with choices, and tiny_free, answers of one token."""
+    data = [{"question": f"w{i} w{i + 1}", "choices": [f"w{i + 2}", "w4"], "answer": f"w{i + 2}"} for i in (5, 6, 7)]
+    (folder / "data.json").write_text("\n".join(map(json.dumps, data)))
+    free = "generation_kwargs: {until: ['w99'], max_gen_toks: 1, do_sample: false}\n"
+    free += "metric_list: [{metric: exact_match}]"
+    choice = 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}]'
+    for name, kind, target, more in (
+        ("tiny_choice", "multiple_choice", "0", choice),
+        ("tiny_free", "generate_until", '"{{answer}}"', free),
+    ):
+        text = TASK.format(name=name, data=folder / "data.json", kind=kind, target=target, more=more)
+        (folder / f"{name}.yaml").write_text(text)
