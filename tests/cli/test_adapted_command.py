@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
-from stand_ins import V, decoder, masked_lm, text_rows, tiny_tokenizer
+from stand_ins import V, decoder, masked_lm, text_rows, tiny_tokenizer, write_tasks
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from tokendrift_hf.cli import recipe
 from tokendrift_hf.cli.command import main
 from tokendrift_hf.models.adaptation import ADAPTATION
 from tokendrift_hf.models.loading import load_model
@@ -86,6 +87,39 @@ def test_the_refined_model_is_an_ordinary_bert(files, run):
     else:
         model = BertForMaskedLM.from_pretrained(run / "refined")
     assert type(model) is BertForMaskedLM
+
+
+# Tasks
+
+
+def test_a_run_reports_accuracy_beside_tokens_per_forward(files, tmp_path, capsys):
+    """For the base and the trained model, at every number of steps, from tasks in a folder."""
+    write_tasks(tmp_path)
+    words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
+    words += ["--tasks", "tiny_choice", "tiny_free", "--task_folder", str(tmp_path), "--task_limit", "2"]
+    assert main([*words, "--num_steps", "1", "2"]) == 0
+    records = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
+    assert [(x["model"], x["num_steps"]) for x in records] == [
+        (label, steps) for label in ("base", "TokenDrift") for steps in (1, 2)
+    ]
+    for record in records:
+        assert 0 <= record["metrics"]["tiny_choice"]["acc,none"] <= 1
+        assert record["metrics"]["tiny_free"]["tokens_per_forward"] == 1
+    assert "TokenDrift, 2 steps: " in capsys.readouterr().out
+
+
+def test_tasks_without_the_extra_are_refused_before_any_work(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    words = [
+        "train",
+        str(files / "recipe.yaml"),
+        *SMALL.split(),
+        "--tasks",
+        "gsm8k",
+        "--output_dir",
+        str(tmp_path / "x"),
+    ]
+    assert "pip install 'tokendrift-hf[tasks]'" in refused(capsys, *words)
 
 
 # Chat

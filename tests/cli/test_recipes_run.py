@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stand_ins import write_tasks
 
 from tokendrift_hf.cli import main
 from tokendrift_hf.cli.plan import labels_to_match, plan_trainings
@@ -54,6 +55,9 @@ def test_two_steps_of_every_recipe(name, stand_ins, text_files, tmp_path, capsys
     words += ["--dataset", str(text_files / ("pairs.jsonl" if recipe.prompt_column else "corpus.jsonl"))]
     words += ["--judge", str(text_files / "judge")] if recipe.judge else []
     words += ["--global_batch_size", "4"] if recipe.global_batch_size else []
+    if recipe.tasks:
+        write_tasks(tmp_path)
+        words += ["--tasks", "tiny_free", "--task_folder", str(tmp_path)]
     for split in ("train_split", "validation_split", "reference_split"):
         words += [f"--{split}", "train"] if getattr(recipe, split) else []
     assert main(["train", str(RECIPES / f"{name}.yaml"), *words]) == 0

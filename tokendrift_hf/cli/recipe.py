@@ -6,6 +6,7 @@ import difflib
 import functools
 import typing
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,12 @@ class Recipe:
         },
     )
 
+    tasks: list[str] | None = field(
+        default=None,
+        metadata={"help": "Tasks of lm-evaluation-harness for every model, at every num_steps (extra: tasks)."},
+    )
+    task_limit: int | None = field(default=None, metadata={"help": "Documents of each task; default: all."})
+    task_folder: str | None = field(default=None, metadata={"help": "Folder with tasks of your own."})
     judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
     match_entropy: list[str] | None = field(
         default=None,
@@ -171,6 +178,10 @@ class Recipe:
                 f"model_dtype={self.model_dtype} rounds away small updates of the weights. Keep float32 (bf16: true "
                 "computes in bfloat16 all the same), or train adapters (lora)."
             )
+        if self.task_limit is not None and self.task_limit < 1:
+            raise ValueError(f"task_limit={self.task_limit}: it must be at least 1.")
+        if self.tasks and find_spec("lm_eval") is None:
+            raise ValueError("tasks need lm-evaluation-harness: pip install 'tokendrift-hf[tasks]'.")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
         if self.trainings is not None and not self.trainings:
@@ -207,7 +218,7 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
     for name, value in values.items():
         values_of[known[name].cls][known[name].name] = value
     recipe = Recipe(**values_of[Recipe], sampling=Sampling(**values_of[Sampling]))
-    for name in ("model", "tokenizer", "dataset", "encoder", "judge"):
+    for name in ("model", "tokenizer", "dataset", "encoder", "judge", "task_folder"):
         setattr(recipe, name, _located(name, getattr(recipe, name), path.parent))
     for changes in (recipe.trainings or {}).values():
         if "encoder" in changes:

@@ -61,6 +61,8 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
         comparison = None if run.judge is None else run.evaluate()
         results |= {} if comparison is None else asdict(comparison)
         if PartialState().is_main_process:
+            if recipe.tasks:
+                results["tasks"] = run.evaluate_tasks()
             run.write_card(results["training"][run.main.label]["card"], comparison)
             results["seconds"] = time.perf_counter() - start
             write_json(run.folder / "results.json", results)
@@ -264,6 +266,26 @@ class Run:
             text=None if text is None else text[: sampling.num_samples]["input_ids"],
             match_entropy=labels_to_match(self.recipe, self.trainings),
         )
+
+    def evaluate_tasks(self) -> list[dict]:
+        """A record for each model and number of steps: its metrics, and the tokens that it writes a network call."""
+        from lm_eval.tasks import TaskManager  # an extra
+
+        from ..evaluation.lm_harness import DiffusionLM, evaluate_tasks
+
+        recipe, config, records = self.recipe, self.main.config, []
+        options = {"task_manager": TaskManager(include_path=recipe.task_folder), "limit": recipe.task_limit}
+        models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
+        for label, model in models.items():
+            for num_steps in recipe.sampling.num_steps:
+                settings = {"num_steps": num_steps, "sampler": recipe.sampling.sampler}
+                if recipe.sampling.sampler == "first_hitting":  # has no steps
+                    del settings["num_steps"]
+                harness = DiffusionLM(model.to(config.device), self.tokenizer, seed=config.seed, **settings)
+                metrics = evaluate_tasks(harness, recipe.tasks, **options)
+                records.append({"model": label, "num_steps": num_steps, "metrics": metrics})
+                print(f"{label}, {num_steps} steps: {json.dumps(metrics)}", flush=True)
+        return records
 
     def write_card(self, facts: dict, comparison: Comparison | None) -> None:
         """Write the card of the main model from the facts that its training left, with the table, which is printed."""
