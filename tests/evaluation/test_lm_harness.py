@@ -7,16 +7,12 @@ import math
 import pytest
 import torch
 from conftest import tiny_model
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from stand_ins import MASK, SEP, SPECIAL, V, decoder, masked_lm, tiny_tokenizer, write_tasks
 
 from tokendrift_hf import as_diffusion
-
-pytest.importorskip("lm_eval")
-
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
-
-from tokendrift_hf.evaluation.lm_harness import DiffusionLM, evaluate_tasks  # noqa: E402
+from tokendrift_hf.evaluation.lm_harness import DiffusionLM, evaluate_tasks, find_tasks
 
 
 def bert():
@@ -134,25 +130,34 @@ def test_impossible_settings_are_refused(fields):
         DiffusionLM(bert(), tiny_tokenizer(), **fields)
 
 
-@pytest.fixture
-def tasks(tmp_path):
-    """A task with choices and one with free answers, in files."""
+def test_tasks_are_evaluated_offline(tmp_path, monkeypatch):
+    """Accuracy, with the tokens per network call where answers were written; the best choice is the likelier one."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip, for seconds
     write_tasks(tmp_path)
-    return TaskManager(include_path=str(tmp_path), include_defaults=False)
-
-
-def test_tasks_are_evaluated_offline(tasks):
-    """Accuracy, and beside that of free answers the tokens per network call; the best choice is the likelier one."""
-    model, tokenizer = qwen(), tiny_tokenizer()
-    harness = DiffusionLM(model, tokenizer, num_draws=64, num_steps=1)
-    results = evaluate_tasks(harness, ["tiny_choice", "tiny_free"], task_manager=tasks)
+    names, model = ["tiny_choice", "tiny_free"], qwen()
+    harness = DiffusionLM(model, tiny_tokenizer(), num_draws=1, num_steps=1)
+    results = evaluate_tasks(harness, names, task_manager=find_tasks(names, str(tmp_path)))
     right = 0
-    for i in (5, 6, 7):
-        pairs = [(f"w{i} w{i + 1}", f" w{i + 2}"), (f"w{i} w{i + 1}", " w4")]
+    for i in (5, 6, 7):  # the question is "wi wj" with j = i + 1, the choices are "wk" with k = i + 2, and "w4"
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[1, i, i + 1, MASK]])).logits[0, -1]
-        right += bool(logits[i + 2] > logits[4]) and len(pairs) == 2
+        right += bool(logits[i + 2] > logits[4])
     assert results["tiny_choice"]["acc,none"] == pytest.approx(right / 3)
     assert "tokens_per_forward" not in results["tiny_choice"]
     assert 0 <= results["tiny_free"]["exact_match,none"] <= 1
     assert results["tiny_free"]["tokens_per_forward"] == 1
+
+
+def test_a_folder_with_all_tasks_is_indexed_alone(tmp_path):
+    write_tasks(tmp_path)
+    assert find_tasks(["tiny_free"], str(tmp_path)).all_tasks == ["tiny_choice", "tiny_free"]
+
+
+def test_a_task_that_nobody_has_is_refused(tmp_path, monkeypatch):
+    write_tasks(tmp_path)
+    monkeypatch.setattr(
+        "tokendrift_hf.evaluation.lm_harness.TaskManager",
+        lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False),
+    )
+    with pytest.raises(ValueError, match="have no task tiny_fre. `lm_eval ls tasks` lists"):
+        find_tasks(["tiny_free", "tiny_fre"], str(tmp_path))

@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -85,6 +86,7 @@ class Run:
         tokenizer: of the model.
         splits: "train", and "validation" and "reference" where the recipe has them: rows of `input_ids`.
         judge: arguments of `GenPPL`. None: nothing is evaluated.
+        task_index: where lm-evaluation-harness reads the recipe's tasks. None: it has none.
         losses_before: eval_loss of the base, by what decides the noise that it is measured with.
     """
 
@@ -96,6 +98,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     splits: dict[str, Dataset]
     judge: dict | None
+    task_index: Any = None
     losses_before: dict[tuple, float] = field(default_factory=dict)
 
     @classmethod
@@ -123,8 +126,9 @@ class Run:
                 f"Set block_size to {longest} or less."
             )
         judge = None if recipe.judge is None else load_judge(recipe.judge, config.device)
-        if judge is not None:  # a wrong sampler is noticed now, not after the training
+        if judge is not None or recipe.tasks:  # a wrong sampler is noticed now, not after the training
             base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampling.sampler)
+        task_index = _task_index(recipe) if recipe.tasks else None
         with config.main_process_first():  # the others find the packed rows in the cache
             splits = {
                 name: _rows(recipe, split, tokenizer, recipe.block_size or longest, base.config.vocab_size)
@@ -135,7 +139,7 @@ class Run:
                 )
                 if split is not None
             }
-        return cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge)
+        return cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, task_index)
 
     @property
     def main(self) -> Training:
@@ -269,12 +273,10 @@ class Run:
 
     def evaluate_tasks(self) -> list[dict]:
         """A record for each model and number of steps: its metrics, and the tokens that it writes a network call."""
-        from lm_eval.tasks import TaskManager  # an extra
-
         from ..evaluation.lm_harness import DiffusionLM, evaluate_tasks
 
         recipe, config, records = self.recipe, self.main.config, []
-        options = {"task_manager": TaskManager(include_path=recipe.task_folder), "limit": recipe.task_limit}
+        options = {"task_manager": self.task_index, "limit": recipe.task_limit}
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
         for label, model in models.items():
             for num_steps in recipe.sampling.num_steps:
@@ -358,6 +360,13 @@ def _load(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         revision=recipe.revision if name is None else None,
         **options,
     )
+
+
+def _task_index(recipe: Recipe) -> Any:
+    """The index of tasks that holds all of the recipe's."""
+    from ..evaluation.lm_harness import find_tasks  # an extra
+
+    return find_tasks(recipe.tasks, recipe.task_folder)
 
 
 def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab_size: int) -> Dataset:

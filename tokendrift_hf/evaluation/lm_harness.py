@@ -3,7 +3,7 @@
     harness = DiffusionLM(model, tokenizer, num_steps=32, sampler="confidence")
     results = lm_eval.simple_evaluate(harness, tasks=["gsm8k"])
 
-Needs the extra `tasks` (lm_eval).
+Needs the extra `tasks` (lm_eval), so nothing imports this module before tasks are asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +44,8 @@ class DiffusionLM(LM):
         settings: of `generate()`: num_steps, sampler, temperature, block_length, ...
 
     Attributes:
-        tokens_per_forward: tokens written for each network call so far, a mean over all answers; 0 before the first.
+        tokens_per_forward: tokens written for each network call so far, a mean over all answers. Before the first it
+            is 0.
     """
 
     def __init__(
@@ -248,6 +250,24 @@ def _up_to(text: str, until: str | list[str] | None) -> str:
     for end in [until] if isinstance(until, str) else until or ():
         text = text.split(end)[0] if end else text
     return text
+
+
+def find_tasks(tasks: list[str], folder: str | None = None) -> TaskManager:
+    """The index that `simple_evaluate` reads tasks from: of the folder alone, if that has them all.
+
+    lm_eval's own index lists more than ten thousand tasks and takes ten seconds to read.
+
+    Raises:
+        ValueError: a task is in neither.
+    """
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    if folder is None or not set(tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folder)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        places = "lm_eval" if folder is None else f"lm_eval and {folder}"
+        raise ValueError(f"{places} have no task {', '.join(unknown)}. `lm_eval ls tasks` lists those of lm_eval.")
+    return manager
 
 
 def evaluate_tasks(model: DiffusionLM, tasks: list, **options: Any) -> dict[str, dict[str, Any]]:
