@@ -25,7 +25,8 @@ from ..data.chat import chat_ends
 from ..data.decoding import ids_to_suppress
 from ..data.packing import row_ends
 from ..hub.denoiser_tokendrift import index_of
-from ..objective.corruption import corrupt, row_nelbo
+from ..objective.corruption import corrupt
+from ..objective.nelbo import row_nelbo
 from ..objective.noise import EVALUATE, Noise, row_noise
 
 SMALLEST_TIME = 1e-3  # as in training: the weights 1/t of smaller times would have too large a variance
