@@ -15,7 +15,7 @@ HUB_FILES = sorted(path for path in (PACKAGE / "hub").glob("*.py") if path.name 
 
 # The rooms from low to high: a file imports from its own room and from those on lower floors.
 FLOORS = [
-    {"hub", "metrics", "files", "lock"},
+    {"hub", "metrics", "files", "lock", "extras", "markdown"},
     {"models", "data", "objective"},
     {"publishing", "evaluation"},
     {"training"},

@@ -7,10 +7,12 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
 from toys import record
 
 from tokendrift_hf.evaluation.comparison import AtEntropy, Comparison, summarise
 from tokendrift_hf.evaluation.report import cost_table, entropy_table, markdown_table, plot, write_report
+from tokendrift_hf.markdown import shown
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"gen_ppl": 7.25, "entropy": 3.5}
@@ -59,7 +61,7 @@ def test_the_models_at_the_entropy_of_text_have_a_table_of_their_own(tmp_path):
     table = entropy_table(values)
     header, _, first, second = table.splitlines()
     assert header.startswith("| model, at the entropy of real text | NFE 4: Gen.-PPL (standard error) | NFE 8")
-    assert first == r"| a\|b | 31.6 ± 0.5 (T = 0.85) | - |", "a dash beyond the model's temperatures"
+    assert first == r"| `a\|b` | 31.6 ± 0.5 (T = 0.85) | - |", "a dash beyond the model's temperatures"
     assert second == "| c |  | 20.0 (T = 0.90) |", "one seed has no standard error"
     assert table in write_report(Comparison(two_models(), at_text_entropy=values), tmp_path)
 
@@ -75,15 +77,33 @@ def test_what_sampling_took_has_a_table_of_its_own(tmp_path):
     assert table in write_report(Comparison(rows), tmp_path)
 
 
-def test_a_label_does_not_end_a_cell():
-    line = markdown_table(summarise([record("a|b", 0, 9.0, 3.0)])).splitlines()[2]
-    assert line == r"| a\|b | 9.0 | 3.000 |"
+HOSTILE = "a`b|c\n\n# heading <script>alert(1)</script> ![i](http://e.vil/x) $\\frac{$"
+SHOWN = r"`` a`b\|c # heading <script>alert(1)</script> ![i](http://e.vil/x) $\frac{$ ``"
 
 
-def test_nor_does_it_in_the_table_of_perplexities(tmp_path):
-    nelbo = {"a|b": {"nelbo_ppl": 2.0, "nelbo_ppl_se": 0.5}}
-    text = write_report(Comparison(summarise([record("a|b", 0, 9.0, 3.0)]), nelbo=nelbo), tmp_path)
-    assert r"| a\|b | 2.00 ± 0.50 (standard error) |" in text
+def test_a_label_is_text_in_every_table_and_in_the_picture(tmp_path):
+    """Markup, the end of a cell or of a line, and what matplotlib takes for a formula."""
+    took = {"calls_per_row": 4.5, "num_forward_passes": 9, "seconds": 2.0, "tokens_per_second": 1234.5}
+    rows = summarise([record(HOSTILE, 0, 9.0, 3.0, **took)])
+    nelbo = {HOSTILE: {"nelbo_ppl": 2.0, "nelbo_ppl_se": 0.5}}
+    compared = Comparison(rows, nelbo=nelbo, at_text_entropy=[AtEntropy(HOSTILE, 4, 3.5)])
+    lines = write_report(compared, tmp_path).splitlines()
+    about_models = [line for line in lines if "script" in line]
+    assert [line[: len(SHOWN) + 4] for line in about_models] == [f"| {SHOWN} |"] * 4
+    assert {line[:2] for line in lines} <= {"| ", ""}
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("label", ["base", "TokenDrift (T = 0.9)", "mdlm-0.5_b", "modèle 2", "a+b, c"])
+def test_plain_labels_are_shown_as_they_are(label):
+    assert shown(label) == label
+
+
+@pytest.mark.parametrize(
+    "label", ["_a_", "*a*", "[a](b)", "<b>", "www.example.org", "a@b.org", "https://a", "~~a~~", "a\nb"]
+)
+def test_labels_that_could_be_markup_become_code(label):
+    assert shown(label).startswith("`")
 
 
 def test_the_frontier_has_every_temperature_and_ends_in_real_text(tmp_path):

@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     from ..data import load_text, pack_documents
     from ..evaluation.comparison import check_matches, evaluate_models
     from ..evaluation.grid import Harness
-    from ..evaluation.report import write_report
+    from ..evaluation.report import PLOT, write_report
+    from ..extras import need
     from ..lock import locked_by_first
     from ..models.loading import load_judge, load_model, load_tokenizer
 
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     check_matches(options.match_entropy, next(iter(named)), named, sampling.temperatures)
     if options.mauve and options.text is None:
         raise ValueError("--mauve compares samples with real text. Name it with --text.")
+    need("matplotlib", "eval", PLOT)
     results = {"models": named, "judge": options.judge}
     _refuse_other_content(options.output_dir, results)
     # A process may wait for the others as long as a cell takes, not ten minutes.

@@ -20,7 +20,8 @@ from ..data import load_text, pack_documents
 from ..data.prompts import pack_prompts
 from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
-from ..evaluation.report import write_report
+from ..evaluation.report import PLOT, write_report
+from ..extras import need
 from ..files import read_json, write_json
 from ..lock import LOCK, locked_by_first
 from ..models.loading import load_judge, load_model, load_tokenizer
@@ -51,6 +52,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
 
     Raises:
         ValueError: bad fields, a model or text that cannot be used, an output directory that holds something else.
+        ImportError: a library that the recipe needs is not installed.
     """
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
@@ -126,6 +128,8 @@ class Run:
                 f"Set block_size to {longest} or less."
             )
         judge = None if recipe.judge is None else load_judge(recipe.judge, config.device)
+        if judge is not None:
+            need("matplotlib", "eval", PLOT)
         if judge is not None or recipe.tasks:  # a wrong sampler is noticed now, not after the training
             base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampling.sampler)
         task_index = _task_index(recipe) if recipe.tasks else None

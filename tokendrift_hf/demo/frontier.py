@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluation.comparison import ResultRow
-from ..evaluation.report import draw_frontier
+from ..evaluation.report import add_legend, draw_frontier
 from .columns import BASE, Column
 from .request import Request
 
@@ -88,7 +88,7 @@ def frontier(results: Results, points: Sequence[Mapping]):
         )
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
+    add_legend(axes, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
     return figure
 
 

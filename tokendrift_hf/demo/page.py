@@ -13,6 +13,7 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
 
 try:
     import gradio as gr
+    import matplotlib  # noqa: F401 -- of the frontier
 except ModuleNotFoundError as error:
     raise ImportError(f'The demo needs {error.name}: pip install "tokendrift-hf[demo]".') from error
 

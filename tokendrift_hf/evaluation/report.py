@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..files import write_text, written_whole
+from ..markdown import shown, table
 from .comparison import AtEntropy, Comparison, ResultRow
+
+PLOT = "plot.png"
 
 
 def write_report(comparison: Comparison, folder: Path) -> str:
@@ -20,10 +23,10 @@ def write_report(comparison: Comparison, folder: Path) -> str:
         lines = [["model", "NELBO perplexity of the real text"]]
         for label, value in comparison.nelbo.items():
             error = "" if value["nelbo_ppl_se"] is None else f" ± {value['nelbo_ppl_se']:.2f} (standard error)"
-            lines.append([label, f"{value['nelbo_ppl']:.2f}{error}"])
-        markdown += f"\n{_markdown(lines)}"
+            lines.append([shown(label), f"{value['nelbo_ppl']:.2f}{error}"])
+        markdown += f"\n{table(lines)}"
     write_text(folder / "table.md", markdown)
-    plot(comparison.rows, folder / "plot.png", comparison.real_text, comparison.curve)
+    plot(comparison.rows, folder / PLOT, comparison.real_text, comparison.curve)
     return markdown
 
 
@@ -40,14 +43,14 @@ def markdown_table(rows: Sequence[ResultRow], real_text: Mapping | None = None) 
     for n in steps:
         lines[0] += [f"NFE {n}: Gen.-PPL", "entropy", *mauve]
     for label in labels:
-        lines.append([label])
+        lines.append([shown(label)])
         for n in steps:
             row = cells.get((label, n))
             lines[-1] += [""] * (2 + len(mauve)) if row is None else _line(row)[: 2 + len(mauve)]
     if real_text is not None:
         own = [f"{real_text['gen_ppl']:.1f}", f"{real_text['entropy']:.3f}", *("" for _ in mauve)]
         lines.append(["real text", *own * len(steps)])
-    return _markdown(lines)
+    return table(lines)
 
 
 def cost_table(rows: Sequence[ResultRow]) -> str:
@@ -55,8 +58,8 @@ def cost_table(rows: Sequence[ResultRow]) -> str:
     labels, steps, cells = _cells(rows)
     lines = [["model", *(f"NFE {n}: tokens/s (seconds, calls a sample)" for n in steps)]]
     for label in labels:
-        lines.append([label, *(_cost(cells.get((label, n))) for n in steps)])
-    return _markdown(lines)
+        lines.append([shown(label), *(_cost(cells.get((label, n))) for n in steps)])
+    return table(lines)
 
 
 def _cost(row: ResultRow | None) -> str:
@@ -71,8 +74,8 @@ def entropy_table(values: Sequence[AtEntropy]) -> str:
     lines = [["model, at the entropy of real text", *(f"NFE {n}: Gen.-PPL (standard error)" for n in steps)]]
     for label in dict.fromkeys(value.model for value in values):
         own = {value.num_steps: value for value in values if value.model == label}
-        lines.append([label, *(_at_entropy(own[n]) if n in own else "" for n in steps)])
-    return _markdown(lines)
+        lines.append([shown(label), *(_at_entropy(own[n]) if n in own else "" for n in steps)])
+    return table(lines)
 
 
 def _at_entropy(value: AtEntropy) -> str:
@@ -110,12 +113,6 @@ def _mean_and_sd(value: float, deviation: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as a table, the first one as its header. A bar within a cell would end the cell and is escaped."""
-    header, *body = [[cell.replace("|", r"\|") for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *body))
-
-
 def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None, curve: Sequence[ResultRow] = ()):
     """Two pictures in one PNG: Gen.-PPL over the number of steps, and Gen.-PPL over entropy (the frontier).
 
@@ -150,10 +147,16 @@ def plot(rows: Sequence[ResultRow], path: Path, real_text: Mapping | None = None
     for axes in (over_steps, frontier):
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # below, over nothing
+        add_legend(axes, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # over nothing
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
     return figure
+
+
+def add_legend(axes, **how) -> None:
+    """Add a legend in which labels are text: a formula, as matplotlib takes what is between dollars for, may be bad."""
+    for text in axes.legend(**how).get_texts():
+        text.set_parse_math(False)
 
 
 def draw_frontier(

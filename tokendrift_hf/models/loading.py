@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..extras import need
 from ..files import read_json
 from ..hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
@@ -47,12 +48,14 @@ def load_model(
 
     Raises:
         ValueError: no configuration there, or one of another kind of model, or adapters whose base is missing.
+        ImportError: the model has adapters, and peft is not installed.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise ValueError(f"A model is named by a directory or hub id, not by {name!r}.")
     foreign = {"tokenizer": tokenizer, "max_length": max_length, "trust_remote_code": trust_remote_code}
     told = told or {}
     if is_adapter(name):
+        need("peft", "peft", f"{name} holds LoRA adapters, and loading them")
         base, revision = adapter_base(name)
         told = read_adaptation(name)
         told.pop("generation", None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from ..extras import need
 from ..files import read_json
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
         options: any other field of peft's `LoraConfig` (use_dora, use_rslora, rank_pattern, lora_dropout, ...).
 
     Raises:
-        ValueError: unknown targets or option, peft not installed.
+        ValueError: unknown targets or option.
+        ImportError: peft is not installed.
     """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ValueError("LoRA needs peft: pip install 'tokendrift-hf[peft]'.") from error
+    need("peft", "peft", "LoRA")
+    from peft import LoraConfig
+
     if targets not in TARGETS:
         raise ValueError(f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}.")
     fields = {"task_type": TASK, "target_modules": TARGETS[targets]}
@@ -65,7 +66,9 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
 
     Raises:
         ValueError: the adapters reach a head that shares the embedding's weights.
+        ImportError: peft is not installed.
     """
+    need("peft", "peft", "A peft_config")
     from peft import get_peft_model
 
     peft_config = copy.deepcopy(peft_config)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from .. import __version__
 from ..files import write_text
+from ..markdown import quoted
 from ..models.lora import base_of
 
 # Licences of the assets, from the table in the paper's appendix.
@@ -126,8 +127,8 @@ class Card:
             self._metadata(),
             template_str=template,
             card=self,
-            quoted=_quoted,
-            title=_quoted(self.repo.rpartition("/")[2]) if self.repo else _title(self),
+            quoted=quoted,
+            title=quoted(self.repo.rpartition("/")[2]) if self.repo else _title(self),
             location=_literal(self.repo or "path/to/this/directory"),
             code=self._code(),
             origin=self._origin(),
@@ -168,8 +169,8 @@ class Card:
         if not self.base:
             return "It was not loaded from anywhere, but made in the program that trained it."
         if self.base_is_local:
-            return f"It starts from a local checkpoint named {_quoted(self.base)}."
-        revision = f", revision {_quoted(self.base_revision)}" if self.base_revision else ""
+            return f"It starts from a local checkpoint named {quoted(self.base)}."
+        revision = f", revision {quoted(self.base_revision)}" if self.base_revision else ""
         return f"It starts from [{self.base}](https://huggingface.co/{self.base}){revision}."
 
     def _metadata(self) -> ModelCardData:
@@ -236,13 +237,6 @@ def _public_name(name: str) -> tuple[str, bool]:
         return name, False
     path = os.path.realpath(name) if os.path.exists(name) else re.split(r"[?#]", name)[0]
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1].rpartition("@")[2], True
-
-
-def _quoted(value) -> str:
-    """A code span of Markdown in one line, in which nothing of the value is markup, also in the cell of a table."""
-    text = " ".join(str(value).split()).replace("|", r"\|") or " "
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
 
 
 def _literal(text: str) -> str:

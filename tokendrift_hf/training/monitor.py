@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from ..data.decoding import ids_to_suppress
+from ..extras import need
 from ..files import write_json, written_whole
 from .drift_config import DriftConfig
 
@@ -29,9 +30,13 @@ class SampleMonitor:
     Args:
         args: the fields gen_ppl_* and seed.
         tokenizer: of the model. None: the judge reads the ids as they are.
+
+    Raises:
+        ImportError: matplotlib is not installed, or evaluate, which a judge needs.
     """
 
     def __init__(self, args: DriftConfig, tokenizer: PreTrainedTokenizerBase | None):
+        need("matplotlib", "eval", f"{DYNAMICS}.png")
         self.args, self.tokenizer, self.metric = args, tokenizer, None
         if args.gen_ppl_judge is not None:
             from ..metrics import GenPPL
