@@ -76,6 +76,8 @@ WORK = """
             assert main([*words, *scored]) == 2
     print("== lora", file=sys.stderr)
     assert main(["train", "r.yaml", "--lora", "{r: 2}", "--output_dir", "adapted"]) == 2
+    print("== tasks", file=sys.stderr)
+    assert main(["train", "r.yaml", "--tasks", "[gsm8k]", "--output_dir", "asked"]) == 2
     print("== demo", file=sys.stderr)
     assert main(["demo", f"{TEXT}/base"]) == 2
     done["written"] = sorted(path.name for path in here.iterdir())
@@ -101,7 +103,8 @@ def done(output) -> dict:
 
 def test_all_modules_but_those_of_metric_and_page_are_imported(done):
     refused = {name for name, what in done.items() if name.startswith("tokendrift_hf.") and what != name}
-    assert refused == {"tokendrift_hf.metrics.gen_ppl", "tokendrift_hf.demo.page", "tokendrift_hf.demo.serving"}
+    need_extras = {"metrics.gen_ppl", "demo.page", "demo.serving", "evaluation.lm_harness"}
+    assert refused == {f"tokendrift_hf.{name}" for name in need_extras}
 
 
 def test_it_trains_samples_and_resumes(done):
@@ -121,6 +124,7 @@ def test_the_commands_that_need_none_of_them_work(done):
         ("peft_config", 'A peft_config needs peft: pip install "tokendrift-hf[peft]".'),
         ("monitor", 'dynamics.png needs matplotlib: pip install "tokendrift-hf[eval]".'),
         ("adapters", 'adapters holds LoRA adapters, and loading them needs peft: pip install "tokendrift-hf[peft]".'),
+        ("tokendrift_hf.evaluation.lm_harness", 'Tasks need lm_eval: pip install "tokendrift-hf[tasks]".'),
         ("tokendrift_hf.demo.page", 'The demo needs gradio: pip install "tokendrift-hf[demo]".'),
     ],
 )
@@ -138,6 +142,7 @@ def test_what_needs_one_says_which_and_how_to_get_it(done, name, message):
             "evaluate with evaluate",
             'tokendrift evaluate: plot.png needs matplotlib: pip install "tokendrift-hf[eval]".',
         ),
+        ("tasks", 'tokendrift train: tasks need lm-evaluation-harness: pip install "tokendrift-hf[tasks]".'),
         ("lora", 'tokendrift train: LoRA needs peft: pip install "tokendrift-hf[peft]".'),
         ("demo", 'tokendrift demo: The demo needs gradio: pip install "tokendrift-hf[demo]".'),
     ],

@@ -181,7 +181,7 @@ class Recipe:
         if self.task_limit is not None and self.task_limit < 1:
             raise ValueError(f"task_limit={self.task_limit}: it must be at least 1.")
         if self.tasks and find_spec("lm_eval") is None:
-            raise ValueError("tasks need lm-evaluation-harness: pip install 'tokendrift-hf[tasks]'.")
+            raise ValueError('tasks need lm-evaluation-harness: pip install "tokendrift-hf[tasks]".')
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
         if self.trainings is not None and not self.trainings:

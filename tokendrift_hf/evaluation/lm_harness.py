@@ -13,13 +13,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+except ModuleNotFoundError as error:
+    raise ImportError(f'Tasks need {error.name}: pip install "tokendrift-hf[tasks]".') from error
 
 from ..data.chat import chat_ends
 from ..data.decoding import ids_to_suppress
