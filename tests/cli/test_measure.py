@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,6 +30,18 @@ def test_a_larger_product_takes_longer(monkeypatch):
     """The time is that of the product: at float64 it is above that of float32, and it ends in time."""
     single, double = (measure.product_seconds(CPU, dtype, seconds=0.1) for dtype in (torch.float32, torch.float64))
     assert 0 < single < double
+
+
+def test_peak_memory_of_a_device_is_what_its_backend_counts(monkeypatch):
+    """Through functions that the oldest torch has as well. Those of mps are not there, and the process counts."""
+    asked = []
+    counting = SimpleNamespace(max_memory_allocated=lambda device: 7, reset_peak_memory_stats=asked.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: counting if device.type == "cuda" else torch.mps)
+    cuda, mps = torch.device("cuda:1"), torch.device("mps")
+    measure.reset_peak_memory(cuda), measure.reset_peak_memory(mps)
+    assert asked == [cuda]
+    assert measure.peak_memory(cuda) == 7
+    assert measure.peak_memory(mps) > 2**25
 
 
 def test_peak_memory_is_that_of_the_process_and_grows_with_it():

@@ -13,17 +13,22 @@ WORTHWHILE = 1.2  # a product in bfloat16 has to be this much faster, since cast
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that tensors on an accelerator have taken since its last reset, on a CPU the whole process."""
-    if device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return torch.accelerator.max_memory_allocated(device)
+    """The most bytes that tensors on an accelerator have taken since its last reset.
+
+    On a CPU, and on a device whose backend does not count (mps), those of the whole process.
+    """
+    backend = torch.get_device_module(device)  # torch.accelerator counts memory from torch 2.9 on alone
+    if hasattr(backend, "max_memory_allocated"):
+        return backend.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to measure the peak anew. That of a process on a CPU only ever grows."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
+    """Begin to measure the peak anew. That of a process only ever grows."""
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "reset_peak_memory_stats"):
+        backend.reset_peak_memory_stats(device)
 
 
 def choose_bf16(device: torch.device) -> tuple[bool, str]:
