@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,12 @@ def test_the_mixin_keeps_the_name_that_transformers_leaves_alone():
         if isinstance(statement, ast.Assign) and statement.targets[0].id == "config_class"
     ]
     assert sorted(configs) == ["DUOConfig", "MDLMConfig"]  # sharing one, the second load would give the first class
+
+
+def test_files_that_are_no_python_go_into_the_wheel():
+    config = ConfigParser()
+    config.read(PACKAGE.parent / "setup.cfg")
+    patterns = [pattern.strip() for pattern in config["options.package_data"]["tokendrift_hf"].split(",")]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert shipped == others

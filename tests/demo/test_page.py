@@ -26,8 +26,8 @@ def page(text_model) -> Page:
     return Page(Columns({BASE: base, REFINED: refined}, tokenizer), NAMES)
 
 
-def write(page: Page, prompt="", samples=1, steps=3, temperature=1, seed=0, sampler="ancestral") -> list[dict]:
-    return list(page.write(prompt, samples, steps, temperature, seed, sampler, []))
+def write(page: Page, prompt="", samples=1, steps=3, temperature=1, seed=0, sampler="ancestral", last=None):
+    return list(page.write(prompt, samples, steps, temperature, seed, sampler, last, []))
 
 
 def state(page: Page, updates: list[dict]) -> dict:
@@ -55,8 +55,9 @@ def test_while_writing_only_stop_can_be_pressed_and_afterwards_the_others(page):
     [
         ({"steps": 65}, "steps = 65. Give a whole number from 1 to 64."),
         ({"steps": 0}, "steps = 0. Give a whole number from 1 to 64."),
-        ({"samples": 100}, "samples = 100. Give a whole number from 1 to 4."),
+        ({"samples": 100}, "texts = 100. Give a whole number from 1 to 4."),
         ({"seed": "no"}, "seed = no. Give a whole number from 0 to 4294967295."),
+        ({"steps": None}, "steps is empty. Give a whole number from 1 to 64."),
         ({"sampler": "greedy"}, "sampler = greedy. Give one of ancestral, psi"),
         ({"prompt": "of " * 99}, "Shorten it."),
     ],
@@ -65,7 +66,9 @@ def test_while_writing_only_stop_can_be_pressed_and_afterwards_the_others(page):
 def test_an_impossible_request_that_passes_by_the_sliders_is_a_sentence(page, asked, message):
     shown = state(page, write(page, **asked))
     assert message in shown["status"] and shown["alert"]
-    assert shown["start"] and not shown["stop"]
+    assert shown["start"] and not shown["stop"] and not shown["match"]
+    last = (Request(), {BASE: 1.0, REFINED: 1.0})
+    assert state(page, write(page, **asked, last=last))["match"], "what was written before is still there"
 
 
 def test_a_failure_is_logged_and_not_shown(page, monkeypatch, caplog):

@@ -32,7 +32,12 @@ def test_the_folder_holds_an_app_its_requirements_a_card_and_the_package():
         "page.wait()",
     ]
     assert {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")} <= set(files)
-    assert {"tokendrift_hf/demo/page.css", "tokendrift_hf/demo/about.md", "tokendrift_hf/py.typed"} <= set(files)
+    assert {
+        "tokendrift_hf/demo/page.css",
+        "tokendrift_hf/demo/page.js",
+        "tokendrift_hf/demo/about.md",
+        "tokendrift_hf/py.typed",
+    } <= set(files)
     assert not [name for name in files if "__pycache__" in name]
     assert sum(map(len, files.values())) < 2e6
 

@@ -83,15 +83,10 @@ class Page:
             elem_id="prompt",
         )
         with gr.Row():
-            whole = {"step": 1, "precision": 0, "buttons": [], **narrow}
-            self.steps = gr.Slider(
-                1, limits.num_steps, min(8, limits.num_steps), label="Steps", elem_id="steps", **whole
-            )
-            self.temperature = gr.Slider(
-                0, 2, 1, step=0.01, label="Temperature", elem_id="temperature", buttons=[], **narrow
-            )
-            self.seed = gr.Slider(0, 999, 0, label="Seed", elem_id="seed", **whole)
-            self.samples = gr.Slider(1, limits.num_samples, 1, label="Texts", elem_id="texts", **whole)
+            self.steps = self._slider("Steps", 1, limits.num_steps, min(8, limits.num_steps))
+            self.temperature = self._slider("Temperature", 0, 2, 1, step=0.01)
+            self.seed = self._slider("Seed", 0, 999, 0)
+            self.samples = self._slider("Texts", 1, limits.num_samples, 1)
             self.sampler = gr.Dropdown(
                 self.columns.samplers, value="ancestral", label="Sampler", elem_id="sampler", **narrow
             )
@@ -100,6 +95,14 @@ class Page:
             self.stop = gr.Button("Stop", interactive=False, elem_id="stop", **narrow)
         self.status = gr.HTML(status_html("Choose, and press Write."), elem_id="status", elem_classes="td-flat")
         gr.HTML(legend_html(), elem_classes="td-flat")
+
+    def _slider(self, label: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
+        shape = {"label": label, "elem_id": label.lower(), "buttons": [], "min_width": 150}
+        slider = gr.Slider(least, most, value, step=step, **shape)
+        slider.preprocess = lambda value: (
+            value
+        )  # `Request.check` says in the page's words what gradio refuses in its own
+        return slider
 
     def _column(self, title: str) -> gr.HTML:
         with gr.Column(min_width=300):
@@ -116,7 +119,9 @@ class Page:
         # One run at a time: the second visitor waits, and the seconds of the first mean something.
         shared = {"concurrency_id": "models", "concurrency_limit": 1, "outputs": outputs}
         shared |= {"show_progress": "minimal", "show_progress_on": self.status, "api_visibility": "private"}
-        runs = [gr.on([self.start.click, self.prompt.submit], self.write, inputs=[*asked, self.points], **shared)]
+        runs = [
+            gr.on([self.start.click, self.prompt.submit], self.write, inputs=[*asked, self.last, self.points], **shared)
+        ]
         if self._has_pair:
             runs.append(self.match.click(self.write_matched, inputs=[self.last, self.points], **shared))
         self.stop.click(
@@ -127,24 +132,23 @@ class Page:
             api_visibility="private",
         )
 
-    def write(self, prompt, samples, steps, temperature, seed, sampler, points) -> Iterator[dict]:
+    def write(self, prompt, samples, steps, temperature, seed, sampler, last, points) -> Iterator[dict]:
         """All columns write what the controls ask for."""
         request = Request(prompt or "", samples, steps, temperature, seed, sampler)
-        yield from self._guarded(self._write(request, points), "Writing …")
+        yield from self._guarded(self._write(request, points), last, "Writing …")
 
     def write_matched(self, last, points) -> Iterator[dict]:
         """The base writes again, at the refined model's entropy."""
-        yield from self._guarded(self._write_matched(*last, points), "Looking for the base's temperature …")
+        yield from self._guarded(self._write_matched(*last, points), last, "Looking for the base's temperature …")
 
-    def _guarded(self, run: Iterator[dict], text: str) -> Iterator[dict]:
+    def _guarded(self, run: Iterator[dict], last: tuple | None, text: str) -> Iterator[dict]:
         """The run between a busy and an idle page. Whatever goes wrong becomes a sentence on the page."""
         busy = {self.status: status_html(text), self.start: gr.update(interactive=False)}
-        busy |= {self.stop: gr.update(interactive=True)}
-        yield busy | ({self.match: gr.update(interactive=False)} if self._has_pair else {})
+        yield busy | {self.stop: gr.update(interactive=True)} | self._matching(False)
         try:
             yield from run
         except ValueError as error:
-            yield self._idle(str(error), wrong=True)
+            yield self._idle(str(error), wrong=True) | self._matching(last is not None)
         except Exception:
             logger.exception("A request failed")
             yield self._idle(FAILED, wrong=True)
@@ -181,7 +185,7 @@ class Page:
         return column_html(title, self.names[title], column, self.columns.tokenizer)
 
     def _done(self, request: Request, columns: Mapping[str, Column], points: list[dict], text: str) -> dict:
-        updates = self._idle(text) | ({self.match: gr.update(interactive=True)} if self._has_pair else {})
+        updates = self._idle(text) | self._matching(True)
         if self.results is not None:
             points = [*points, *points_of(request, columns)][-POINTS:]
             updates |= {self.points: points, self.plot: self._plot(points)}
@@ -191,6 +195,9 @@ class Page:
     def _idle(self, text: str, wrong: bool = False) -> dict:
         status = status_html(text, wrong)
         return {self.status: status, self.start: gr.update(interactive=True), self.stop: gr.update(interactive=False)}
+
+    def _matching(self, possible: bool) -> dict:
+        return {self.match: gr.update(interactive=possible)} if self._has_pair else {}
 
     def _plot(self, points: list[dict]):
         return None if self.results is None else frontier(self.results, points)
@@ -207,6 +214,7 @@ class Page:
         Raises:
             OSError: the port is taken.
         """
+        style, script = ((files(__package__) / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
         theme = gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
         theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")
         self.blocks.queue(max_size=WAITING)
@@ -214,7 +222,8 @@ class Page:
             server_name=host,
             server_port=port,
             theme=theme,
-            css=(files(__package__) / "page.css").read_text(encoding="utf-8"),
+            css=style,
+            js=script,
             footer_links=[],
             share=False,
             run_history=False,

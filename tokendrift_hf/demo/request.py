@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.packing import row_ends
+from ..hub.samplers_tokendrift import is_number, is_whole
 
 MASK = "░"  # how the page shows a position that is not written yet
 GAP_TOKENS = 8
@@ -58,15 +58,14 @@ class Request:
     def check(self, limits: Limits, samplers: Collection[str]) -> None:
         """Raise ValueError, in words for the page, if a value is missing, impossible or beyond the limits."""
         for name, value, least, most in (
-            ("samples", self.num_samples, 1, limits.num_samples),
+            ("texts", self.num_samples, 1, limits.num_samples),
             ("steps", self.num_steps, 1, limits.num_steps),
             ("seed", self.seed, 0, 2**32 - 1),
         ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} = {value}. Give a whole number from {least} to {most}.")
-        number = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
-        if not number or not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature = {self.temperature}. Give a number from 0 (greedy) to 2.")
+            if not is_whole(value, least) or value > most:
+                raise ValueError(f"{_said(name, value)}. Give a whole number from {least} to {most}.")
+        if not is_number(self.temperature) or not 0 <= self.temperature <= 2:
+            raise ValueError(f"{_said('temperature', self.temperature)}. Give a number from 0 (greedy) to 2.")
         if self.sampler not in samplers:
             raise ValueError(f"sampler = {self.sampler}. Give one of {', '.join(samplers)}.")
 
@@ -124,3 +123,8 @@ class Request:
             if gap:
                 yield int(gap[1] or GAP_TOKENS) if gap[0].startswith("[") else len(gap[0])
                 start = gap.end()
+
+
+def _said(name: str, value) -> str:
+    """What a visitor has set a control to, in one short line."""
+    return f"{name} is empty" if value is None else f"{name} = {str(value)[:40]}"

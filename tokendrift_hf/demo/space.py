@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from .frontier import RESULTS, read_results
 
 PACKAGE = Path(__file__).parents[1]
-_SHIPPED = (".py", ".md", ".json", ".css", ".typed")
+_SHIPPED = (".py", ".md", ".json", ".css", ".js", ".typed")
 _CARD = """---
 {card_data}
 ---
