@@ -35,6 +35,15 @@ def test_every_folder_has_its_line():
     assert set(re.findall(r"^\| `(\w+/)` \|", README, flags=re.MULTILINE)) == folders
 
 
+def test_pictures_are_there_and_small_and_the_page_is_on_the_first_screen():
+    root = Path(__file__).resolve().parents[1]
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert pictures[0] == "recipes/quickstart/demo.png"
+    assert README.index(pictures[0]) < README.index("\n## ")
+    for name in pictures:
+        assert 20_000 < (root / name).stat().st_size < 300_000, name
+
+
 def test_quickstart_files_are_those_of_their_records():
     """The sha256 in each training.json is that of the file beside it, and all weights together stay under 33 MB."""
     folder = Path(__file__).resolve().parents[1] / "recipes/quickstart"
