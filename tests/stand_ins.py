@@ -6,6 +6,9 @@ import json
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from tokendrift_hf import as_diffusion
 
 V = 24  # 0 pad, 1 cls, 2 sep, 3 mask, then tokens
 PAD, CLS, SEP, MASK = range(4)
@@ -82,6 +85,15 @@ def decoder(model_type: str, seed: int = 0, is_causal: bool | None = False, **ch
     if is_causal is not None:
         config.is_causal = is_causal
     return randomised(AutoModelForCausalLM.from_config(config), seed)
+
+
+def adapted(model_type: str):
+    """A tiny model of one of the families as a diffusion model, without dropout."""
+    if model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return as_diffusion(decoder(model_type), mask_token_id=MASK)
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    quiet = {name: 0.0 for name in names if hasattr(tiny_config(model_type), name)}
+    return as_diffusion(masked_lm(model_type, **quiet), **SPECIAL)
 
 
 TASK = """

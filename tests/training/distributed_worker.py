@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import TINY, tiny_model
 from safetensors.torch import save_file
+from stand_ins import adapted, text_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toys import CHECKPOINTING, logged, make_trainer, queues_of, toy_rows, uneven_rows, weights_of
@@ -41,7 +42,10 @@ CASES = {
     "alpha": dict(objective="alpha"),
     "continuation": dict(objective="none", base_loss_weight=1.0),
     "accumulation": dict(objective="none", base_loss_weight=1.0, gradient_accumulation_steps=2),
+    "bert": dict(base_loss_weight=0.5, learning_rate=0.1),
+    "qwen3": dict(base_loss_weight=0.5, learning_rate=0.1),
 }
+ADAPTED = ("bert", "qwen3")
 UNEVEN = ("tokens", "alpha", "continuation", "accumulation")  # have rows of unequal length
 
 COMPARED = {
@@ -53,7 +57,9 @@ COMPARED = {
 
 def case(name: str, folder: Path, **fields):
     """A trainer of one of the cases; also run by a single process."""
-    rows = uneven_rows(7) if name in UNEVEN else toy_rows(7)
+    if name in ADAPTED:
+        fields = {"model": adapted(name)} | fields
+    rows = text_rows(7) if name in ADAPTED else uneven_rows(7) if name in UNEVEN else toy_rows(7)
     return make_trainer(folder / name, rows=rows, **SHARED | CASES[name] | fields)
 
 
@@ -155,6 +161,8 @@ def main():
         report[name] = {"loss": logged(trainer), "distance": logged(trainer, COMPARED.get(name, "feature_distance"))}
         queues = queues_of(trainer)
         save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
+        if name in ADAPTED:
+            trainer.save_model(str(FOLDER / name / "final"))
 
     report["resumed_differs"] = {name: resumed_differs(name, **fields) for name, fields in RESUMED.items()}
 

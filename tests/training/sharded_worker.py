@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from conftest import tiny_model
 from peft import LoraConfig
 from safetensors.torch import save_file
+from stand_ins import adapted, text_rows
 from toys import REAL_STEPS, make_trainer, queues_of, toy_rows
 
 FIELDS = REAL_STEPS | dict(
@@ -24,12 +25,19 @@ FIELDS = REAL_STEPS | dict(
     gen_ppl_num_steps=[2],
     gen_ppl_num_samples=3,
 )
-CASES = {"feature": {}, "mirror": {"objective": "mirror_kl", "base_loss_weight": 0.5}}
+CASES = {
+    "feature": {},
+    "mirror": {"objective": "mirror_kl", "base_loss_weight": 0.5},
+    "modernbert": {"base_loss_weight": 0.5},
+    "qwen3": {"base_loss_weight": 0.5},
+}
+ADAPTED = ("modernbert", "qwen3")
 
 
 def case(name: str, folder: Path, **fields):
-    arguments = {"eval_dataset": toy_rows(5)}
-    return make_trainer(folder / name, rows=toy_rows(24), arguments=arguments, **FIELDS | CASES[name] | fields)
+    make_rows = text_rows if name in ADAPTED else toy_rows
+    fields = {"model": adapted(name) if name in ADAPTED else None} | FIELDS | CASES[name] | fields
+    return make_trainer(folder / name, rows=make_rows(24), arguments={"eval_dataset": make_rows(5)}, **fields)
 
 
 def refusal(folder: Path, arguments: dict | None = None, **fields) -> str:
@@ -64,6 +72,7 @@ def main():
                 report[name] = trainer.state.log_history
     report["ema"] = refusal(folder, ema_decay=0.9)
     adapters = {"peft_config": LoraConfig(r=2, target_modules=["attn_qkv"]), "encoder": "base"}
+    report["shared"] = refusal(folder, model=adapted("bert"))
     report["base"] = refusal(folder, adapters, model=tiny_model("mdlm"))
     if is_main:
         (folder / "report.json").write_text(json.dumps(report, default=str))

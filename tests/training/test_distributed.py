@@ -18,6 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import tiny_model
 from safetensors.torch import load_file
 from toys import assert_same, logged, make_trainer, queues_of, uneven_rows, weights_of
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tokendrift_hf.training.manifest import last_complete_checkpoint
 
@@ -76,6 +77,20 @@ def test_two_processes_train_like_one(two, name, tmp_path):
     assert losses["loss"] == pytest.approx(logged(one), rel=1e-4, abs=1e-6)
     assert losses["distance"] == pytest.approx(logged(one, compared), rel=1e-3)
     assert len(queues.get("real", [0] * 6)) == 6
+
+
+@pytest.mark.parametrize("name", distributed_worker.ADAPTED)
+def test_what_two_processes_save_loads_as_the_family_class(two, name):
+    report(two)
+    auto_class = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    loaded = auto_class.from_pretrained(two / name / "final")
+    assert_same_weights(loaded, load_file(two / f"{name}_0.safetensors"), name)
+
+
+def assert_same_weights(loaded, weights: dict[str, torch.Tensor], model_type: str) -> None:
+    """A model of transformers that holds the weights that a training ended with."""
+    assert loaded.config.model_type == model_type and type(loaded).__module__.startswith("transformers.")
+    assert_same(weights_of(loaded), {name: weights[name] for name in weights_of(loaded)}, **EXACT)
 
 
 def test_the_uneven_batch_reaches_both_processes_without_repetition(tmp_path):
@@ -182,6 +197,7 @@ def test_split_training_is_that_of_one_process(launch, name, tmp_path):
             assert values and values == pytest.approx(logged(one, key), rel=tolerance)
     assert_same(load_file(folder / "feature_resumed.safetensors"), load_file(folder / "feature.safetensors"), **EXACT)
     assert "ema_decay does not work with FSDP or DeepSpeed" in found["ema"]
+    assert ("one weight under two names (cls.predictions.bias, cls." in found["shared"]) == (name == "fsdp2")
     assert ("encoder='base' does not work with FSDP" in found["base"]) == (name == "fsdp2")
 
 
@@ -200,17 +216,25 @@ def test_what_split_training_saves_is_a_plain_model(launch, name, tmp_path):
     assert last_complete_checkpoint(launch(name) / "feature").name == "checkpoint-3"
 
 
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("family", sharded_worker.ADAPTED)
+def test_what_split_training_saves_loads_as_the_family_class(launch, name, family):
+    auto_class = AutoModelForMaskedLM if family == "modernbert" else AutoModelForCausalLM
+    loaded = auto_class.from_pretrained(launch(name) / family / "final")
+    assert_same_weights(loaded, load_file(launch(name) / f"{family}.safetensors"), family)
+
+
 @pytest.mark.parametrize(
     "name, kind, settings",
     [
         ("ddp", "MULTI_GPU", {}),
-        ("fsdp2", "FSDP", {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "DiTBlock"}),
+        ("fsdp2", "FSDP", {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
         ("zero1", "DEEPSPEED", {"zero_stage": 1}),
         ("zero2", "DEEPSPEED", {"zero_stage": 2}),
     ],
 )
 def test_accelerate_reads_the_launch_configurations(name, kind, settings):
-    """accelerate's own loader refuses unknown keys; the wrapped layer is one that the model names."""
+    """accelerate's own loader refuses unknown keys. The layers that FSDP wraps are those that the model names."""
     found = load_config_from_file(str(RECIPES / f"{name}.yaml"))
     assert found.distributed_type == kind and found.mixed_precision == "bf16" and not found.use_cpu
     plugin = found.fsdp_config if kind == "FSDP" else found.deepspeed_config

@@ -7,8 +7,7 @@ sampler and the harness never ask which family it is of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,6 +19,7 @@ from ..hub.modeling_tokendrift import DiffusionPreTrainedModel
 from ..hub.process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess
 from .adaptation import Adaptation, read_adaptation, write_adaptation
 from .families import Family, family_of, is_masked_language_model
+from .probe import block_list, check, probe_rows, removed_after, trace
 
 
 def as_diffusion(
@@ -169,15 +169,6 @@ class _Reached(Exception):
         self.value = value
 
 
-@contextmanager
-def _hooks(handles: list) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _stop(module, args, kwargs):
     """A hook that lets the forward pass end where a module begins."""
     raise _Reached(_first(args or tuple(kwargs.values())))
@@ -248,7 +239,7 @@ class AdaptedModel:
         handles = [end.register_forward_pre_hook(_stop, with_kwargs=True)]
         if positions is None:
             handles += [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
-        with _hooks(handles):
+        with removed_after(handles):
             hidden = self._run(inputs_embeds, attention_mask)
         if self.adaptation.shift and whole:
             hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
@@ -332,23 +323,25 @@ def _class_of(family_class: type) -> type:
 def _adapt(model: PreTrainedModel, family: Family, adaptation: Adaptation) -> PreTrainedModel:
     """Find the blocks and the head, take on our members, and check that nothing has changed by it."""
     family.prepare(model)
-    block_list = _block_list(model)
-    ids = _probe(model, adaptation)
+    blocks = block_list(model)
+    ids = probe_rows(model, adaptation)
     training, original, generation_config = model.training, type(model), getattr(model, "generation_config", None)
     model.eval()
     try:
         with torch.no_grad():
-            last_block = model.get_submodule(block_list)[-1]
-            expected, head_names = _trace(model, last_block, ids)
+            last_block = model.get_submodule(blocks)[-1]
+            expected, head_names = trace(model, last_block, ids)
             model.__class__ = _class_of(original)
             model.adaptation, model.family = adaptation, family
-            model.block_list, model.head_names = block_list, head_names
+            model.block_list, model.head_names = blocks, head_names
+            # What FSDP wraps: the blocks, and no embedding that the head shares.
+            model._no_split_modules = [type(last_block).__name__]
             model.family_generation_config = generation_config
             model.generation_config = DiffusionGenerationConfig(**DiffusionGenerationConfig.defaults)
             never = {adaptation.mask_token_id, *adaptation.kept_token_ids}
             never |= set(range(adaptation.num_tokens, model.config.vocab_size))
             model.register_buffer("never_predicted", torch.tensor(sorted(never), device=ids.device), persistent=False)
-            _check(model, ids, expected)
+            check(model, ids, expected)
     except Exception:
         model.__class__ = original
         model.generation_config = generation_config
@@ -356,95 +349,3 @@ def _adapt(model: PreTrainedModel, family: Family, adaptation: Adaptation) -> Pr
     finally:
         model.train(training)
     return model
-
-
-def _block_list(model: PreTrainedModel) -> str:
-    count = getattr(model.config, "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name
-    raise ValueError(
-        f"{type(model).__name__} has no list of its {count} blocks. Models that use one block several times (ALBERT) "
-        "or pool positions away (Funnel) cannot be adapted."
-    )
-
-
-def _probe(model, adaptation: Adaptation) -> Tensor:
-    """Three rows [3, L] of a few ids: the second differs from the first in its last id, the third in the one before."""
-    usable = set(range(adaptation.num_tokens)) - {adaptation.mask_token_id, *adaptation.kept_token_ids}
-    some = sorted(usable)[:: max(1, len(usable) // 8)][: min(8, adaptation.max_length)]
-    rows = torch.tensor([some] * 3, device=model.device)
-    rows[:, 0], rows[1, -1], rows[2, -2] = adaptation.mask_token_id, some[0], some[0]
-    return rows
-
-
-def _trace(model: PreTrainedModel, last_block: nn.Module, ids: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-    """The family's own logits of the first row, and the outermost modules that run after the last block."""
-    names = {module: name for name, module in model.named_modules()}
-    order: list[str] = []
-    inside: list[nn.Module] = []
-    passed = False
-
-    def enter(module, args):
-        if passed:
-            if not inside:
-                order.append(names[module])
-            inside.append(module)
-
-    def leave(module, args, output):
-        nonlocal passed
-        if inside and inside[-1] is module:
-            inside.pop()
-        passed = passed or module is last_block
-
-    handles = [module.register_forward_pre_hook(enter) for module in names]
-    handles += [module.register_forward_hook(leave) for module in names]
-    with _hooks(handles):
-        output = model(input_ids=ids[:1])
-    return output.logits, tuple(order)
-
-
-def _check(model, ids: Tensor, expected: Tensor) -> None:
-    """That our logits are the family's own, that both sides are seen, and that padding is not.
-
-    Raises:
-        ValueError: one of these does not hold.
-    """
-    name = type(model).__name__
-    predicted = torch.ones(model.config.vocab_size, dtype=torch.bool, device=ids.device)
-    predicted[model.never_predicted] = False
-
-    def logits(row, exists=None):
-        return model(input_ids=row[None], attention_mask=exists).logits[0, :, predicted]
-
-    # Our logits, from embeddings and the modules of the head, are those of the family's own forward.
-    first, second, third = ids
-    if model.adaptation.shift:
-        expected = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)
-    plain, expected = logits(first), expected[0, :, predicted]
-    error, scale = (plain - expected).abs().max(), expected.abs().max()
-    if not error <= (1e-4 if expected.dtype == torch.float32 else 3e-2) * scale:
-        raise ValueError(
-            f"{name}: the modules after its last block ({', '.join(model.head_names)}), run in this order on "
-            f"embeddings, give other logits than its own forward (they differ by {float(error):.3g}). Its head or its "
-            "embedding does more than its modules say, so it cannot be adapted."
-        )
-    # A later token changes an earlier position, also where the mask has zeros.
-    exists = torch.ones_like(ids[:1])
-    exists[0, -1] = 0
-    masked = logits(first, exists)
-    if plain[0].equal(logits(second)[0]) or masked[0].equal(logits(third, exists)[0]):
-        raise ValueError(
-            f"{name} is causal: a later token changes nothing at an earlier position, so masks could be filled from "
-            "the left alone. Set config.is_causal = False if it was trained to see both sides (transformers 5.24 and "
-            "later; classes that ignore it cannot be adapted)."
-        )
-    # A position that does not exist changes nothing; experts may round differently.
-    leak, effect = (
-        (one - other)[:-1].abs().max() for one, other in ((masked, logits(second, exists)), (plain, logits(second)))
-    )
-    if leak > 1e-3 * effect:
-        raise ValueError(
-            f"{name} sees padding: a token that attention_mask leaves out changes other positions. Rows of unequal "
-            "length would depend on their neighbours, so it cannot be adapted."
-        )

@@ -32,7 +32,7 @@ from .diagnostics import Diagnostics
 from .drift_config import DriftConfig, hyperparameters
 from .gather import AllProcesses, mean_over_processes, own_rows, row_counts, sum_over_processes
 from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
-from .refusals import HalfPrecisionCallback, refuse_arguments, refuse_model, refuse_sharing
+from .refusals import HalfPrecisionCallback, refuse_arguments, refuse_model, refuse_shared_weights, refuse_sharing
 from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class DriftTrainer(ResumableTrainer):
     Raises:
         ValueError: a model without a diffusion process, an encoder that does not fit, a model that already has adapters
             together with a peft_config, adapters that are no PeftModel, arguments of `Trainer` that would have no
-            effect, a sharing of rows that leaves a process without, DeepSpeed ZeRO-3, or FSDP with encoder "base".
+            effect, a sharing of rows that leaves a process without, DeepSpeed ZeRO-3, or FSDP with encoder "base"
+            or with a weight that has two names, such as BERT's.
     """
 
     loss_is_scaled_for_ga = False  # compute_loss returns the mean over a micro-batch
@@ -97,8 +98,10 @@ class DriftTrainer(ResumableTrainer):
         kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, base.longest, self.process.mask_id))
         super().__init__(model=model, args=args, **kwargs)
         # After the Trainer has read the launch: only now the device and FSDP are known.
-        if self.is_fsdp_enabled and encoder == "base":
-            raise ValueError("encoder='base' does not work with FSDP, which splits its weights: leave encoder out.")
+        if self.is_fsdp_enabled:
+            refuse_shared_weights(model)
+            if encoder == "base":
+                raise ValueError("encoder='base' does not work with FSDP, which splits its weights: leave encoder out.")
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
         if self.encoder is not None:
             self.encoder.to(self.args.device)

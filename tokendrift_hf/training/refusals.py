@@ -50,6 +50,24 @@ def refuse_model(model, args, peft_config) -> None:
         )
 
 
+def refuse_shared_weights(model) -> None:
+    """Raise ValueError for a model that FSDP cannot split.
+
+    accelerate 1.15 keeps the embedding and a head that shares its weights together. Other weights with two names, such
+    as the bias of BERT's head, come into two groups, which torch 2.13 refuses in the first step, without a way out.
+    """
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    names.pop(base_of(model).get_input_embeddings().weight, None)
+    twice = next((both for both in names.values() if len(both) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{type(base_of(model)).__name__} has one weight under two names ({', '.join(twice)}), which FSDP puts "
+            "into two groups. Launch with DDP (recipes/accelerate/ddp.yaml) instead."
+        )
+
+
 def refuse_arguments(args: DriftConfig, arguments: dict) -> None:
     """Raise ValueError for arguments of `Trainer` that would have no effect, and for a metric that nobody measures."""
     for name, reason in WITHOUT_EFFECT.items():
