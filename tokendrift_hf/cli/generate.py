@@ -9,6 +9,7 @@ from pathlib import Path
 from .fields import spellings
 
 HELP = "sample text from a model"
+SETTINGS = ("num_steps", "max_new_tokens", "block_length", "stride", "sampler", "temperature", "top_k", "top_p")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,44 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import torch
-    from torch.nn.utils.rnn import pad_sequence
 
-    from ..data.chat import chat_ends, chat_rows
     from ..data.decoding import decode, ids_to_suppress
-    from ..data.packing import row_ends
-    from ..files import write_text
     from ..models.loading import load_model, load_tokenizer
     from .watch import Watch
 
-    if options.output is not None and options.output.exists():
-        raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
-    if options.num_samples < 1:
-        raise ValueError(f"--num-samples {options.num_samples}: it must be at least 1.")
-    if options.prompt and options.chat:
-        raise ValueError("--prompt is continued and --chat is answered. Give one of them.")
-    prompts = [text for text in options.prompt or options.chat for _ in range(options.num_samples)]
-    num_rows = len(prompts) or options.num_samples
-    if options.watch and num_rows != 1:
-        raise ValueError(f"--watch shows one text, but {num_rows} are asked for.")
+    prompts, num_rows = _check(options)
     trusted = options.trust_remote_code
     model = load_model(options.model, tokenizer=options.tokenizer, trust_remote_code=trusted)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.tokenizer or options.model, trusted)
-    settings = {
-        name: getattr(options, name)
-        for name in "num_steps max_new_tokens block_length stride sampler temperature top_k top_p".split()
-        if getattr(options, name) is not None
-    }
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     inputs = {"num_samples": num_rows, "seed": options.seed, "suppress_tokens": ids_to_suppress(model, tokenizer)}
     if prompts:
-        if options.chat:
-            rows, ends = chat_rows(tokenizer, prompts), chat_ends(tokenizer)
-        else:
-            bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
-            rows, ends = [[bos, *ids] for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]], [eos]
-        told = [torch.tensor(row) for row in rows]
-        inputs["input_ids"] = pad_sequence(told, batch_first=True)
-        inputs["attention_mask"] = pad_sequence([torch.ones_like(row) for row in told], batch_first=True)
+        rows, ends = _prompt_rows(options, tokenizer, prompts)
+        inputs |= _padded(rows)
         settings |= {"trim_eos": True, "eos_token_id": ends}
         if "max_new_tokens" not in settings:
             settings["max_length"] = model.longest
@@ -106,17 +84,61 @@ def run(options: argparse.Namespace) -> int:
         starts = [len(row) if options.chat else 1 for row in rows]
         written = [x[n : -1 if x[-1] in ends else None] for x, n in zip(written, starts, strict=True)]
     texts, num_left_out = decode(tokenizer, written)
-    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
-    record["num_forward_passes"] = output.num_forward_passes
-    record |= {name: value for name, value in output.settings.items() if value is not None}
     if options.output is None:
         print("\n\n".join(texts))
     else:
-        samples = [
-            {"text": text, "index": i, "num_left_out": n} | ({"prompt": prompts[i]} if prompts else {}) | record
-            for i, (text, n) in enumerate(zip(texts, num_left_out, strict=True))
-        ]
-        lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-        write_text(options.output, "\n".join(lines) + "\n")
-        print(f"{len(texts)} samples in {options.output}")
+        _write(options, texts, num_left_out, prompts, output)
     return 0
+
+
+def _check(options: argparse.Namespace) -> tuple[list[str], int]:
+    """The prompts, each as often as it is continued, and the number of rows. Refuses what cannot be done."""
+    if options.output is not None and options.output.exists():
+        raise ValueError(f"{options.output} exists, and nothing is overwritten. Name another --output.")
+    if options.num_samples < 1:
+        raise ValueError(f"--num-samples {options.num_samples}: it must be at least 1.")
+    if options.prompt and options.chat:
+        raise ValueError("--prompt is continued and --chat is answered. Give one of them.")
+    prompts = [text for text in options.prompt or options.chat for _ in range(options.num_samples)]
+    num_rows = len(prompts) or options.num_samples
+    if options.watch and num_rows != 1:
+        raise ValueError(f"--watch shows one text, but {num_rows} are asked for.")
+    return prompts, num_rows
+
+
+def _prompt_rows(options: argparse.Namespace, tokenizer, prompts: list[str]) -> tuple[list[list[int]], list[int]]:
+    """The ids that the rows begin with, and the ids that end what is written behind them."""
+    from ..data.chat import chat_ends, chat_rows
+    from ..data.packing import row_ends
+
+    if options.chat:
+        return chat_rows(tokenizer, prompts), chat_ends(tokenizer)
+    bos, eos = row_ends(tokenizer)  # between which all rows lie that a model was trained on
+    return [[bos, *ids] for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]], [eos]
+
+
+def _padded(rows: list[list[int]]) -> dict:
+    """Prompts of unequal length as arguments of `generate()`, both [B, P]."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.tensor(row) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+
+
+def _write(options: argparse.Namespace, texts: list[str], num_left_out: list[int], prompts: list[str], output) -> None:
+    """A line of JSON for each sample: its text, and all that it was made with."""
+    from ..files import write_text
+
+    record = {"model": options.model, "seed": options.seed, "num_forward_calls": output.num_forward_calls}
+    record["num_forward_passes"] = output.num_forward_passes
+    record |= {name: value for name, value in output.settings.items() if value is not None}
+    samples = [
+        {"text": text, "index": i, "num_left_out": n} | ({"prompt": prompts[i]} if prompts else {}) | record
+        for i, (text, n) in enumerate(zip(texts, num_left_out, strict=True))
+    ]
+    write_text(options.output, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    print(f"{len(texts)} samples in {options.output}")
