@@ -176,3 +176,64 @@ def test_files_that_are_no_python_go_into_the_wheel():
     shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
     others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert shipped == others
+
+
+# What keeps the code readable: a subject a file, a function that is seen whole, a statement a sentence.
+
+LONGEST = {"file": 450, "function": 60, "DriftTrainer": 260}  # lines
+ALONE = {"metrics/gen_ppl/gen_ppl.py"}  # evaluate copies the one file of a metric, so it cannot be cut
+PLANTED = '''"""A module."""
+
+class Named:
+    """First this; then that."""
+
+    def method(self):
+        """Says what it does."""
+        one = 1
+
+        return one
+'''
+
+
+def definitions(text: str) -> list[ast.AST]:
+    """Everything in a file that can have a docstring, the file itself first."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
+def with_semicolons(text: str) -> list[str]:
+    """The docstrings that join statements by a semicolon, where each wants a sentence of its own."""
+    return [doc for doc in map(ast.get_docstring, definitions(text)) if doc and ";" in doc]
+
+
+def lines_of_bodies(text: str) -> dict[str, int]:
+    """Lines of every function without its head and docstring, by its name and line."""
+    lines = {}
+    for node in definitions(text):
+        body = node.body[ast.get_docstring(node) is not None :]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+            lines[f"{node.name}:{node.lineno}"] = body[-1].end_lineno - body[0].lineno + 1
+    return lines
+
+
+def test_the_rules_below_see_what_breaks_them():
+    assert with_semicolons(PLANTED) == ["First this; then that."]
+    assert lines_of_bodies(PLANTED) == {"method:6": 3}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short_and_docstrings_have_no_semicolons(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGEST["file"] or path.relative_to(PACKAGE).as_posix() in ALONE
+    assert not {name: n for name, n in lines_of_bodies(text).items() if n > LONGEST["function"]}
+    assert with_semicolons(text) == []
+
+
+def test_the_trainer_reads_as_the_method_alone():
+    """What makes a run resumable is `ResumableTrainer`'s, and formulas are the objective's."""
+    trainer = next(
+        node
+        for node in definitions((PACKAGE / "training/drift_trainer.py").read_text())
+        if getattr(node, "name", "") == "DriftTrainer"
+    )
+    assert trainer.end_lineno - trainer.lineno + 1 < LONGEST["DriftTrainer"]

@@ -210,7 +210,7 @@ def _beyond_their_entropies(harness: Harness, base: str, matched: list[ResultRow
 
 
 def _at_equal_entropy(base: str, row: ResultRow, records: Iterable[dict]) -> ResultRow:
-    """The line of the base, with these records, at the entropy of a model's row; beyond them all, its nearest line."""
+    """The line of the base, with these records, at the entropy of a model's row. Beyond them all it is the nearest."""
     records = [record for record in records if record["num_steps"] == row.num_steps]
     names = {"model": f"{base} at equal entropy ({row.model})", "matched_to": row.model}
     tried = summarise(records)

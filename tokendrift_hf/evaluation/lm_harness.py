@@ -105,7 +105,7 @@ class DiffusionLM(LM):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both, split where the context ends in the ids of the whole; the context is cut on the left."""
+        """Ids of both, split where the context ends in the ids of the whole. The context is cut on the left."""
         blank = len(context) - len(context.rstrip())
         if blank:  # blanks belong to the word that follows them
             context, continuation = context[:-blank], context[-blank:] + continuation

@@ -63,7 +63,8 @@ class DriftConfig(TrainingArguments):
 
     Defaults that differ from `TrainingArguments`: learning_rate 3e-5 (the paper's for MDLM), logging_steps 10,
     ddp_find_unused_parameters False (every parameter is used), remove_unused_columns True for the columns of
-    `DriftTrainer`. Default values of the method are the paper's (Oba, Furuta, Okazaki; section 4.1 and appendix).
+    `DriftTrainer`. Default values of the method are those of the paper (Oba, Furuta and Okazaki, section 4.1 and
+    appendix).
     """
 
     learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate of AdamW."})

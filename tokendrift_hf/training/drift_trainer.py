@@ -32,7 +32,14 @@ from .diagnostics import Diagnostics
 from .drift_config import DriftConfig, hyperparameters
 from .gather import AllProcesses, mean_over_processes, own_rows, row_counts, sum_over_processes
 from .monitor import DynamicsCallback, SampleMonitor, entropy_ratio
-from .refusals import HalfPrecisionCallback, refuse_arguments, refuse_model, refuse_shared_weights, refuse_sharing
+from .refusals import (
+    HalfPrecisionCallback,
+    refuse_arguments,
+    refuse_model,
+    refuse_shared_weights,
+    refuse_sharing,
+    refuse_unmeasured,
+)
 from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
 logger = logging.getLogger(__name__)
@@ -160,16 +167,13 @@ class DriftTrainer(ResumableTrainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         """The tokens that a step learns from, on all processes: what the Trainer would count by `labels` alone."""
         tokens = [positions(self.process, batch)[1].sum().to(device) for batch in batch_samples]
-        return self._sum(torch.stack(tokens).sum()) if tokens else None
+        return sum_over_processes(self.accelerator, torch.stack(tokens).sum()) if tokens else None
 
     def _predict(self, model, batch: CorruptedBatch) -> Predictions:
         predictions = predict(model, base_of(self.accelerator.unwrap_model(model)), batch)
         if isinstance(model, FSDPModule):
             model.unshard()  # the head is still to run, and its weights are the root's
         return predictions
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return sum_over_processes(self.accelerator, x)
 
     # Training
 
@@ -202,7 +206,7 @@ class DriftTrainer(ResumableTrainer):
                 base_loss = processes.token_mean(nelbo, batch.free.sum(1)) * factor
                 self.diagnostics.note(base_loss=base_loss)
                 loss = loss + self.args.base_loss_weight * base_loss
-        if self._sum((~loss.detach().isfinite()).float()) > 0:
+        if sum_over_processes(self.accelerator, (~loss.detach().isfinite()).float()) > 0:
             self.abandon_step("loss", f"{loss.item()} on this process")
         if self.train_objective is not None:
             self.train_objective.accept()
@@ -212,7 +216,7 @@ class DriftTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.diagnostics.means(mean_over_processes)
-            if idle := int(self._sum(self._rows_without_text)):
+            if idle := int(sum_over_processes(self.accelerator, self._rows_without_text)):
                 logs["rows_without_text"] = idle
                 logger.warning("%d rows since the last log line are padding or prompt alone: they teach nothing.", idle)
                 self._rows_without_text.zero_()
@@ -236,7 +240,7 @@ class DriftTrainer(ResumableTrainer):
         ):
             return super()._get_dataloader(numbered, *args, **kwargs)
 
-    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         """As in `Trainer`, on the averaged weights if there are any. The training trajectory stays as it was.
 
         The loss is the NELBO in nats per token of the whole data set, whatever the batch size and the padding.
@@ -244,9 +248,7 @@ class DriftTrainer(ResumableTrainer):
         self._row_sums = RowSums()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with self.averaged(), torch.random.fork_rng(devices):
-            output = super().evaluation_loop(
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-            )
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
             measured = {"loss": self._row_sums.mean()}
             if self.monitor is not None:
                 with self.compute_loss_context_manager():
@@ -274,9 +276,7 @@ class DriftTrainer(ResumableTrainer):
         floor = self.args.gen_ppl_min_entropy_ratio
         if floor is not None and entropy_ratio(self.state.log_history) < floor:
             return self.stop.stopping
-        name = self.args.metric_for_best_model
-        if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
-            raise ValueError(f"metric_for_best_model={name!r} was not measured. There are: {', '.join(metrics)}.")
+        refuse_unmeasured(self.args.metric_for_best_model, metrics)
         return super()._determine_best_metric(metrics, trial)
 
     # What is saved

@@ -87,6 +87,12 @@ def refuse_arguments(args: DriftConfig, arguments: dict) -> None:
         )
 
 
+def refuse_unmeasured(name: str | None, metrics: dict) -> None:
+    """Raise ValueError if an evaluation did not measure the metric that chooses the best model."""
+    if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+        raise ValueError(f"metric_for_best_model={name!r} was not measured. There are: {', '.join(metrics)}.")
+
+
 def refuse_sharing(args: DriftConfig, rows, queues: bool) -> None:
     """Raise ValueError for ways to share out the rows that teach nothing, or leave a process waiting for others.
 
