@@ -70,6 +70,7 @@ def test_what_sampling_took_has_a_table_of_its_own(tmp_path):
     took = {"calls_per_row": 4.5, "num_forward_passes": 9, "seconds": 2.0, "tokens_per_second": 1234.5}
     rows = summarise([record("a", 0, 9.0, 3.0, **took), record("a", 1, 9.0, 3.0, **took | {"seconds": 4.0})])
     rows += summarise([record("made before", 0, 9.0, 3.0)])
+    rows += [replace(rows[0], model="a at equal entropy (b)", matched_to="b")]
     assert (rows[0].seconds, rows[0].num_forward_passes, rows[1].seconds) == (3.0, 9, None)
     table = cost_table(rows)
     assert table.splitlines()[0] == "| model | NFE 4: tokens/s (seconds, calls a sample) |"

@@ -54,7 +54,11 @@ def markdown_table(rows: Sequence[ResultRow], real_text: Mapping | None = None) 
 
 
 def cost_table(rows: Sequence[ResultRow]) -> str:
-    """A line a model: at each NFE tokens a second, seconds for a seed's samples, and network calls a sample."""
+    """A line a model: at each NFE tokens a second, seconds for a seed's samples, and network calls a sample.
+
+    A line at equal entropy is read off others, and took nothing of its own.
+    """
+    rows = [row for row in rows if row.matched_to is None]
     labels, steps, cells = _cells(rows)
     lines = [["model", *(f"NFE {n}: tokens/s (seconds, calls a sample)" for n in steps)]]
     for label in labels:
