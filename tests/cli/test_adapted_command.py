@@ -113,7 +113,7 @@ def test_tasks_without_the_extra_are_refused_before_any_work(files, tmp_path, ca
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
     words += ["--tasks", "gsm8k"]
-    assert "pip install 'tokendrift-hf[tasks]'" in refused(capsys, *words)
+    assert 'pip install "tokendrift-hf[tasks]"' in refused(capsys, *words)
 
 
 # Chat
@@ -179,6 +179,35 @@ def test_a_checkpoint_without_a_head_is_refused(files, tmp_path, capsys):
 def test_a_causal_checkpoint_is_refused(files, capsys):
     line = refused(capsys, "generate", str(files / "judge"))
     assert "GPT2LMHeadModel is causal" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "(model type 't5') is an encoder-decoder"),
+        ({"model_type": "vit"}, "is a model of type 'vit', which predicts no masked tokens"),
+        ({"model_type": "llada2_moe"}, "Missing here: that mask in training"),
+        ({"model_type": "new", "auto_map": {"AutoModel": "m.M"}}, "for model type 'new', that is not known here"),
+        ({"model_type": "llada", "auto_map": {"AutoModel": "m.M"}}, "set trust_remote_code: true"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate"])
+def test_a_family_that_does_not_fit_is_refused_by_its_config_alone(command, config, message, files, tmp_path, capsys):
+    """There is neither a tokenizer nor a weight, and neither is asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [command, str(tmp_path)]
+    if command == "train":
+        words = [command, str(files / "recipe.yaml"), "--model", str(tmp_path), "--output_dir", str(tmp_path / "out")]
+    assert message in refused(capsys, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("source", ["bert", "bert/model.safetensors"])
+def test_other_families_need_no_conversion(source, files, tmp_path, capsys):
+    line = refused(capsys, "convert", str(files / source), str(tmp_path / "out"))
+    assert ("model of type 'bert'" in line) == (source == "bert")
+    assert "need no conversion: name" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tokenizer_without_a_mask_is_refused(files, tmp_path, capsys):

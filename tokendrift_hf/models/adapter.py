@@ -109,11 +109,6 @@ def _refuse_what_does_not_fit(model: PreTrainedModel) -> Family:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"as_diffusion takes a model of transformers, without adapters, but it was given a {name}.")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name} is an encoder-decoder: it writes from left to right and predicts no masked position in place. "
-            "Take a masked language model (AutoModelForMaskedLM)."
-        )
     family = family_of(model)
     head = model.get_output_embeddings()
     if head is None:
@@ -137,7 +132,8 @@ def _mask_id(model, family: Family, tokenizer, mask_token_id: int | None) -> int
     if found is None:
         raise ValueError(
             f"{type(model).__name__} has no mask token: neither its tokenizer nor its configuration names one. Give "
-            "mask_token_id, the id that stood for a masked token when the model was trained."
+            "mask_token_id, the id that stood for a masked token when the model was trained, to as_diffusion or in "
+            "the model's config.json."
         )
     if not 0 <= found < model.config.vocab_size:
         raise ValueError(

@@ -86,6 +86,12 @@ def convert(
 
 def _from_directory(source: Path, model: str | None):
     found = _model_of_config(source)
+    model_type = read_json(source / "config.json").get("model_type") if (source / "config.json").is_file() else None
+    if found is None and model_type is not None:
+        raise ValueError(
+            f"{source} holds a model of type {model_type!r}, but MDLM and DUO alone are converted. Other families need "
+            "no conversion: name the directory itself, in a recipe (model: ...) or to tokendrift generate."
+        )
     if found is None:
         raise ValueError(
             f"{source} has no config.json of an MDLM or DUO model; it may be half-written. Copy it again, or give the "
@@ -217,7 +223,8 @@ def _backbone(state_dict: Any, source: Path) -> tuple[dict[str, torch.Tensor], l
     if len(prefixes) != 1:
         found = f"{len(prefixes)} networks ({', '.join(prefixes)})" if prefixes else f"keys such as {list(tensors)[:3]}"
         raise ValueError(
-            f"{source} is not an MDLM or DUO checkpoint: needed is one key that ends in {_TABLE!r}, found are {found}."
+            f"{source} is not an MDLM or DUO checkpoint: needed is one key that ends in {_TABLE!r}, found are {found}. "
+            "Models of other families need no conversion: name their directory in a recipe or to tokendrift generate."
         )
     foreign = [key for key in tensors if not key.startswith(prefixes[0])]
     if foreign:

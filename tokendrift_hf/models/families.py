@@ -78,9 +78,15 @@ REFUSED = {
 }
 
 
-def refusal(name: str, model_type: str) -> str:
-    """Why a model of a type in `REFUSED` cannot be adapted."""
-    return f"{name} (model type {model_type!r}) cannot be adapted: {REFUSED[model_type]}."
+def refuse_kind(name: str, model_type: str | None, is_encoder_decoder: bool) -> None:
+    """Raise ValueError for a model that no family of masked models is like, with what is missing."""
+    if model_type in REFUSED:
+        raise ValueError(f"{name} (model type {model_type!r}) cannot be adapted: {REFUSED[model_type]}.")
+    if is_encoder_decoder:
+        raise ValueError(
+            f"{name} (model type {model_type!r}) is an encoder-decoder: it writes from left to right and predicts no "
+            "masked position in place. Take a masked language model (AutoModelForMaskedLM)."
+        )
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -90,8 +96,7 @@ def family_of(model: PreTrainedModel) -> Family:
         ValueError: it does not fit, or it is remote code that nobody has looked at.
     """
     name, model_type = type(model).__name__, model.config.model_type
-    if model_type in REFUSED:
-        raise ValueError(refusal(name, model_type))
+    refuse_kind(name, model_type, getattr(model.config, "is_encoder_decoder", False))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if not type(model).__module__.startswith("transformers."):

@@ -15,7 +15,7 @@ from ..hub.configuration_tokendrift import DUOConfig, MDLMConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
 from .adaptation import read_adaptation
 from .lora import adapter_base, is_adapter, merge_adapter
-from .pretrained import is_a2d, load_adapted
+from .pretrained import check_family, is_a2d, load_adapted
 
 CLASSES = {
     model_type: model_class
@@ -52,7 +52,7 @@ def load_model(
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise ValueError(f"A model is named by a directory or hub id, not by {name!r}.")
-    foreign = {"tokenizer": tokenizer, "max_length": max_length, "trust_remote_code": trust_remote_code}
+    foreign = {"tokenizer": tokenizer, "max_length": max_length}
     told = told or {}
     if is_adapter(name):
         need("peft", "peft", f"{name} holds LoRA adapters, and loading them")
@@ -60,7 +60,8 @@ def load_model(
         told = read_adaptation(name)
         told.pop("generation", None)
         try:
-            model = load_model(base, told=told, **foreign, **kwargs | {"revision": revision})
+            options = foreign | kwargs | {"trust_remote_code": trust_remote_code, "revision": revision}
+            model = load_model(base, told=told, **options)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{name} holds adapters for the base model {base!r}, which cannot be loaded ({error}). Put its path or "
@@ -73,6 +74,7 @@ def load_model(
     kwargs = {"dtype": "float32"} | kwargs
     if isinstance(found.get("model_type"), str) and found["model_type"] in CLASSES:
         return _with_weights(CLASSES[found["model_type"]].from_pretrained, name, **kwargs)
+    check_family(name, found, trust_remote_code)
     known = told or read_adaptation(name, kwargs.get("revision"))
     foreign["tokenizer"] = None if known else load_tokenizer(tokenizer or name, trust_remote_code)
     return _with_weights(load_adapted, name, config=found, told=told, **foreign, **kwargs)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from .adapter import as_diffusion
-from .families import REFUSED, is_decoder, is_masked_language_model, refusal
+from .families import is_decoder, is_masked_language_model, refuse_kind
 from .remote import REPAIRS, load_remote, load_remote_config
 
 A2D = "a2d-"  # dllm's prefix of a model type: the decoder of that name, trained to see both sides
@@ -28,6 +28,39 @@ def is_a2d(config: dict) -> bool:
     return model_type.startswith(A2D) and is_decoder(model_type.removeprefix(A2D))
 
 
+def check_family(name: str, config: dict, trust_remote_code: bool) -> None:
+    """That a model is of another family that is known, by its config.json alone.
+
+    Args:
+        name: a directory or a hub id.
+        config: the content of its config.json.
+        trust_remote_code: whether code that lies beside the model may be run.
+
+    Raises:
+        ValueError: it predicts no masked tokens, is of a family that nobody has looked at, or has code that is not
+            trusted.
+    """
+    model_type = config.get("model_type")
+    refuse_kind(name, model_type, bool(config.get("is_encoder_decoder")))
+    if is_a2d(config) or is_masked_language_model(model_type) or is_decoder(model_type):
+        return
+    if _head_of(config) is None:
+        raise ValueError(
+            f"{name} is a model of type {model_type!r}, which predicts no masked tokens. Known are MDLM and DUO, the "
+            f"masked language models of transformers, decoders with config.is_causal = False, and {', '.join(REPAIRS)}."
+        )
+    if model_type not in REPAIRS:
+        raise ValueError(
+            f"{name} comes with code of its own, for model type {model_type!r}, that is not known here. Known are "
+            f"{', '.join(REPAIRS)}."
+        )
+    if not trust_remote_code:
+        raise ValueError(
+            f"{name} (model type {model_type!r}) comes with code of its own, which is not run unasked. Read it, then "
+            "set trust_remote_code: true (--trust-remote-code)."
+        )
+
+
 def load_adapted(
     name: str,
     config: dict,
@@ -35,7 +68,6 @@ def load_adapted(
     told: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
-    trust_remote_code: bool = False,
     dropout: float | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -43,7 +75,7 @@ def load_adapted(
 
     Args:
         name: a directory or a hub id.
-        config: the content of its config.json.
+        config: the content of its config.json, which `check_family` let through.
         told: arguments of `as_diffusion`, which come before what `diffusion.json` says.
         tokenizer: the model's. None: `diffusion.json` says what the tokenizer would.
         max_length: the longest sequence. The default is the model's own limit.
@@ -52,11 +84,8 @@ def load_adapted(
         kwargs: go to `from_pretrained`.
 
     Raises:
-        ValueError: an unknown kind of model, remote code that is not trusted, weights that are missing, or what
-            `as_diffusion` refuses.
+        ValueError: weights that are missing, or what `as_diffusion` refuses.
     """
-    if config.get("model_type") in REFUSED:
-        raise ValueError(refusal(name, config["model_type"]))
     if kwargs.get("attn_implementation") == "sdpa":
         del kwargs["attn_implementation"]  # transformers takes it by itself, where the model has it
     revision = kwargs.get("revision")
@@ -66,7 +95,7 @@ def load_adapted(
         _set_dropout(found, dropout)
         model, info = auto_class.from_pretrained(name, config=found, output_loading_info=True, **kwargs)
     else:
-        reference = _remote_class(name, config, trust_remote_code)
+        reference = _head_of(config)
         found = load_remote_config(name, revision)
         _set_dropout(found, dropout)
         model, info = load_remote(name, reference, found, **kwargs)
@@ -95,30 +124,10 @@ def _native(name: str, config: dict, revision: str | None) -> tuple[type, PreTra
     return auto_class, AutoConfig.from_pretrained(name, revision=revision)
 
 
-def _remote_class(name: str, config: dict, trust_remote_code: bool) -> str:
-    """The entry of `auto_map` for a model whose code lies beside it.
-
-    Raises:
-        ValueError: there is none that predicts tokens, it is not trusted, or nobody has looked at this family.
-    """
-    model_type, classes = config.get("model_type"), config.get("auto_map") or {}
-    reference = next((classes[auto] for auto in HEADS_FIRST if auto in classes), None)
-    if reference is None:
-        raise ValueError(
-            f"{name} is a model of type {model_type!r}, which predicts no masked tokens. Known are MDLM and DUO, the "
-            f"masked language models of transformers, decoders with config.is_causal = False, and {', '.join(REPAIRS)}."
-        )
-    if model_type not in REPAIRS:
-        raise ValueError(
-            f"{name} comes with code of its own, for model type {model_type!r}, that is not known here. Known are "
-            f"{', '.join(REPAIRS)}."
-        )
-    if not trust_remote_code:
-        raise ValueError(
-            f"{name} (model type {model_type!r}) comes with code of its own, which is not run unasked. Read it, then "
-            "set trust_remote_code: true (--trust-remote-code)."
-        )
-    return reference
+def _head_of(config: dict) -> str | None:
+    """The entry of `auto_map` for the model with its head, if its code lies beside it."""
+    classes = config.get("auto_map") or {}
+    return next((classes[auto] for auto in HEADS_FIRST if auto in classes), None)
 
 
 def _set_dropout(config: PreTrainedConfig, dropout: float | None) -> None:
