@@ -195,7 +195,7 @@ def test_nothing_is_fetched_from_elsewhere(visitor, site):
 def test_the_page_says_what_the_models_are_and_that_they_are_small(visitor):
     assert "small language model" in visitor.tab.locator("body").inner_text()
     visitor.tab.get_by_role("tab", name="Models").click()
-    text = visitor.tab.get_by_role("tabpanel").filter(has_text="longest text").inner_text()
+    text = visitor.tab.get_by_role("tabpanel").filter(has_text="texts of at most 16 tokens").inner_text()
     assert "masked diffusion (MDLMForMaskedLM)" in text and "Do not rely on anything" in text
     assert re.search(r"A request may ask for 4 texts of 16 tokens in 64 steps", text)
 
@@ -391,6 +391,8 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visitor):
         visitor.tab.get_by_role("tab", name=name).click()
         assert visitor.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
     visitor.tab.get_by_role("tab", name="Side by side").click()
+    box, label = (visitor.tab.locator(f"#temperature .head {part}").bounding_box() for part in ("input", "label"))
+    assert box["y"] < label["y"] + label["height"] and box["x"] >= label["x"] + label["width"], "in one line"
     left, right = (visitor.tab.locator(f"#{side}").bounding_box() for side in ("base", "refined"))
     assert left["width"] > 250 and right["y"] > left["y"] + left["height"], "one column below the other"
 

@@ -93,6 +93,12 @@ def test_what_was_written_is_the_next_steps_state_and_no_attribute_of_the_page(p
     assert page.last not in again[-1], "the refined text still belongs to the same request"
 
 
+def test_a_visitor_whom_the_server_has_forgotten_is_told_to_write_again(page):
+    shown = state(page, list(page.write_matched(None, [])))
+    assert shown["status"] == "There is no text of yours any more. Write again first."
+    assert shown["start"] and not shown["match"]
+
+
 def test_one_model_alone_has_one_column(text_model):
     page = Page(Columns({ALONE: text_model[0]}, text_model[1]), NAMES)
     updates = write(page)
@@ -107,7 +113,7 @@ def url(page):
 
 
 def test_the_server_gives_away_no_more_than_the_page(page, url):
-    """No telemetry, no recording, no public endpoint, no upload; it listens at the loopback alone."""
+    """No telemetry, no recording, no public endpoint, no upload, no way past the queue; the loopback alone."""
     config = json.loads(urllib.request.urlopen(f"{url}config").read())
     assert config["analytics_enabled"] is False and config["space_id"] is None
     assert all(event["api_visibility"] == "private" for event in config["dependencies"])
@@ -120,6 +126,12 @@ def test_the_server_gives_away_no_more_than_the_page(page, url):
     )
     with pytest.raises(urllib.error.HTTPError, match="413"):
         urllib.request.urlopen(upload)
+    data = {"data": ["", 1, 2, 1, 0, "ancestral", None, None], "fn_index": 0}
+    past_the_queue = urllib.request.Request(
+        f"{url}gradio_api/run/write", json.dumps(data).encode(), {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(past_the_queue)
     assert page.blocks.server_name == "127.0.0.1"
     others = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
     for address in others:

@@ -55,10 +55,11 @@ def test_gaps_are_filled_and_nothing_is_added(tokenizer, mark, size):
         ("of [gap 31]", "The prompt takes 33 of the 32 tokens"),
         ("of [gap 999999]", "The prompt takes 1000001 of the 32 tokens"),
         ("x" * 1_000_000, "The prompt has 1000000 characters, too many for the 32 tokens"),
+        ("of \ud83d the", "holds half a character"),
     ],
-    ids=["no room", "with a gap", "gap", "huge gap", "huge"],
+    ids=["no room", "with a gap", "gap", "huge gap", "huge", "surrogate"],
 )
-def test_a_prompt_too_long_is_refused(tokenizer, prompt, message):
+def test_a_prompt_too_long_or_no_text_is_refused(tokenizer, prompt, message):
     with pytest.raises(ValueError, match=message):
         canvas(tokenizer, prompt)
 

@@ -124,14 +124,10 @@ def about_markdown(columns: Columns, names: Mapping[str, str]) -> str:
     lines = []
     for title, model in columns.models.items():
         kind = "uniform-state diffusion" if model.process.mask_id is None else "masked diffusion"
-        cells = (
-            title,
-            f"`{names[title]}`",
-            f"{kind} ({type(model).__name__})",
-            f"{model.num_parameters():,}",
-            model.longest,
+        lines.append(
+            f"- **{title}**: `{names[title]}`, {kind} ({type(model).__name__}), {model.num_parameters():,} parameters, "
+            f"texts of at most {model.longest} tokens"
         )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
     text = (files(__package__) / "about.md").read_text(encoding="utf-8")
     limits = {"num_samples": columns.limits.num_samples, "num_steps": columns.limits.num_steps}
     return text.format(lines="\n".join(lines), length=columns.length, **limits)

@@ -139,7 +139,7 @@ class Page:
 
     def write_matched(self, last, points) -> Iterator[dict]:
         """The base writes again, at the refined model's entropy."""
-        yield from self._guarded(self._write_matched(*last, points), last, "Looking for the base's temperature …")
+        yield from self._guarded(self._write_matched(last, points), last, "Looking for the base's temperature …")
 
     def _guarded(self, run: Iterator[dict], last: tuple | None, text: str) -> Iterator[dict]:
         """The run between a busy and an idle page. Whatever goes wrong becomes a sentence on the page."""
@@ -167,8 +167,10 @@ class Page:
         entropies = {title: column.entropy for title, column in columns.items()}
         yield self._done(request, columns, points, "Done.") | {self.last: (request, entropies)}
 
-    def _write_matched(self, request: Request, entropies: dict[str, float], points: list[dict]) -> Iterator[dict]:
-        match, at = None, ""
+    def _write_matched(self, last: tuple | None, points: list[dict]) -> Iterator[dict]:
+        if last is None:  # the page was open for so long that the server has forgotten it
+            raise ValueError("There is no text of yours any more. Write again first.")
+        (request, entropies), match, at = last, None, ""
         with closing(self.columns.match(request, entropies[REFINED])) as attempts:
             for match in attempts:
                 at = f"T = {match.request.temperature:g}"
@@ -217,7 +219,7 @@ class Page:
         style, script = ((files(__package__) / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
         theme = gr.themes.Base(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
         theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")
-        self.blocks.queue(max_size=WAITING)
+        self.blocks.queue(max_size=WAITING, api_open=False)  # nobody passes by those who wait
         _, url, _ = self.blocks.launch(
             server_name=host,
             server_port=port,

@@ -89,6 +89,8 @@ class Request:
                 f"The prompt has {len(self.prompt)} characters, too many for the {length} tokens of a text here. "
                 "Shorten it."
             )
+        if not self.prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in self.prompt):
+            raise ValueError("The prompt holds half a character (a lone surrogate), which is no text. Delete it.")
         pieces = list(self._pieces(tokenizer)) if self.prompt.strip() else []
         has_gap = any(isinstance(piece, int) for piece in pieces)
         if pieces:
