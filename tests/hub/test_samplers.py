@@ -16,7 +16,7 @@ from torch import nn
 
 from tokendrift_hf import DUOConfig, DUOForMaskedLM, MDLMConfig, MDLMForMaskedLM
 from tokendrift_hf.hub import samplers_tokendrift as samplers
-from tokendrift_hf.hub.denoiser_tokendrift import Denoiser, Noise, control, draw
+from tokendrift_hf.hub.denoiser_tokendrift import Denoiser, RowStreams, control, draw
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess, UniformProcess
 
 # Draws and controls
@@ -559,7 +559,7 @@ def test_a_network_that_predicts_nan_is_an_error(kind):
 
 def test_noise_of_a_row_is_its_own():
     def noise(rows, seed=0):
-        return Noise(torch.Generator().manual_seed(seed), rows, torch.float64, "cpu")
+        return RowStreams(torch.Generator().manual_seed(seed), rows, torch.float64, "cpu")
 
     several, one = noise(3), noise(1)
     a, b = several.positions([4, 2, 3], 2, 4), one.positions([4], 2, 4)

@@ -13,8 +13,8 @@ from tokendrift_hf.training.manifest import (
     checkpoints,
     last_complete_checkpoint,
     read_manifest,
+    remove_old_checkpoints,
     replacing,
-    rotate,
     set_aside_incomplete,
     write_manifest,
 )
@@ -148,25 +148,25 @@ def test_rotation_counts_complete_checkpoints_alone(tmp_path):
         make_checkpoint(tmp_path, step, complete=False)
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
-    rotate(tmp_path, None, [tmp_path / "checkpoint-6"])
+    remove_old_checkpoints(tmp_path, None, [tmp_path / "checkpoint-6"])
     assert len(names(tmp_path)) == 5
-    rotate(tmp_path, 2, [tmp_path / "checkpoint-6"])
+    remove_old_checkpoints(tmp_path, 2, [tmp_path / "checkpoint-6"])
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-99"]
-    rotate(tmp_path, 1, [tmp_path / "checkpoint-6"])
+    remove_old_checkpoints(tmp_path, 1, [tmp_path / "checkpoint-6"])
     assert names(tmp_path) == ["checkpoint-6", "checkpoint-99"]
 
 
 def test_rotation_keeps_the_best_and_the_one_just_written(tmp_path):
     for step in (2, 4, 6, 8):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, 1, [tmp_path / "checkpoint-6", tmp_path / "checkpoint-2"])
+    remove_old_checkpoints(tmp_path, 1, [tmp_path / "checkpoint-6", tmp_path / "checkpoint-2"])
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_without_manifests_rotation_goes_by_number(tmp_path):
     for step in (2, 4, 6):
         make_checkpoint(tmp_path, step, complete=False)
-    rotate(tmp_path, 2, [tmp_path / "checkpoint-6"], have_manifests=False)
+    remove_old_checkpoints(tmp_path, 2, [tmp_path / "checkpoint-6"], have_manifests=False)
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 

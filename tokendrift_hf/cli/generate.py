@@ -9,7 +9,7 @@ from pathlib import Path
 from .fields import spellings
 
 HELP = "sample text from a model"
-SETTINGS = ("num_steps", "max_new_tokens", "block_length", "stride", "sampler", "temperature", "top_k", "top_p")
+SAMPLING_FLAGS = ("num_steps", "max_new_tokens", "block_length", "stride", "sampler", "temperature", "top_k", "top_p")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     model = load_model(options.model, tokenizer=options.tokenizer, trust_remote_code=trusted)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.tokenizer or options.model, trusted)
-    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    settings = {name: getattr(options, name) for name in SAMPLING_FLAGS if getattr(options, name) is not None}
     inputs = {"num_samples": num_rows, "seed": options.seed, "suppress_tokens": ids_to_suppress(model, tokenizer)}
     if prompts:
         rows, ends = _prompt_rows(options, tokenizer, prompts)

@@ -31,9 +31,7 @@ from ..data.packing import row_ends
 from ..hub.denoiser_tokendrift import index_of
 from ..objective.corruption import corrupt
 from ..objective.nelbo import row_nelbo
-from ..objective.noise import EVALUATE, Noise, row_noise
-
-SMALLEST_TIME = 1e-3  # as in training: the weights 1/t of smaller times would have too large a variance
+from ..objective.noise import EVALUATE, SMALLEST_TIME, Noise, row_noise
 
 
 class DiffusionLM(LM):

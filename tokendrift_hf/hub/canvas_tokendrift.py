@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .denoiser_tokendrift import Noise, Prediction
+from .denoiser_tokendrift import Prediction, RowStreams
 from .process_tokendrift import check_token_ids
 
 
@@ -40,7 +40,7 @@ class Canvas:
         self.x[at] = tokens
         self.confidence[at] = prediction.plain[prediction.source, tokens].to(self.confidence)
 
-    def random(self, noise: Noise, count: int) -> torch.Tensor:
+    def random(self, noise: RowStreams, count: int) -> torch.Tensor:
         """`count` random numbers for each position, [B, W, count]."""
         return noise.positions(self.lengths, count, self.x.shape[1])
 
@@ -93,7 +93,7 @@ class Texts:
             ends = [min(length, end + stride) for end, length in zip(ends, self.lengths, strict=True)]
             yield ends
 
-    def window(self, ends: list[int], longest: int, process, noise: Noise) -> Canvas:
+    def window(self, ends: list[int], longest: int, process, noise: RowStreams) -> Canvas:
         """The canvas of one window with fresh noise."""
         device = self.tokens.device
         stops = torch.tensor(ends, device=device)[:, None]

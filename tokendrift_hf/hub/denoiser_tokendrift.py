@@ -19,7 +19,7 @@ def draw_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.float32 if precision == "float32" or device.type == "mps" else torch.float64
 
 
-class Noise:
+class RowStreams:
     """Uniform random numbers for B rows, one stream a row, so that a row never depends on its neighbours.
 
     Args:

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import ModelOutput, logging
 
 from .canvas_tokendrift import Texts, prompted, unprompted
-from .denoiser_tokendrift import Denoiser, Noise, draw_dtype
+from .denoiser_tokendrift import Denoiser, RowStreams, draw_dtype
 from .ending_tokendrift import Ending
 from .observer_tokendrift import DiffusionStep, Observer
 from .samplers_tokendrift import SAMPLERS, is_whole
@@ -170,7 +170,7 @@ class DiffusionGenerationMixin:
             settings={name: getattr(settings, name) for name in settings.fields},
         )
 
-    def _sample_window(self, texts: Texts, ends: list[int], settings, noise: Noise, denoiser, observer, ending):
+    def _sample_window(self, texts: Texts, ends: list[int], settings, noise: RowStreams, denoiser, observer, ending):
         """Sample the window that ends at `ends` in the rows, block by block, and write it into the texts."""
         process, sampler = self.process.without(settings.suppress_tokens or ()), SAMPLERS[settings.sampler]
         canvas = texts.window(ends, self.longest, process, noise)
@@ -192,7 +192,7 @@ class DiffusionGenerationMixin:
             ending.after_block(canvas, block)
             observer.finish(ending)
 
-    def _noise(self, seed: int | None, generator, num_rows: int, precision: str) -> Noise:
+    def _noise(self, seed: int | None, generator, num_rows: int, precision: str) -> RowStreams:
         """The random numbers of all rows."""
         if seed is not None and not (is_whole(seed, 0) and seed < 2**64):
             raise ValueError(f"seed={seed!r}. It must be a whole number from 0 to 2^64 - 1.")
@@ -208,7 +208,7 @@ class DiffusionGenerationMixin:
         dtype = draw_dtype(precision, self.device)
         if dtype != getattr(torch, precision):
             logger.warning_once("This device has no float64: random numbers and draws are in float32.")
-        return Noise(generator, num_rows, dtype, self.device)
+        return RowStreams(generator, num_rows, dtype, self.device)
 
     def _settings(self, generation_config, arguments: dict) -> tuple[set[str], DiffusionGenerationConfig]:
         """The names given in this call, and the settings in force."""

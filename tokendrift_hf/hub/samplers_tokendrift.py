@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .canvas_tokendrift import Canvas
-from .denoiser_tokendrift import Denoiser, Noise, Prediction, draw, draw_dtype
+from .denoiser_tokendrift import Denoiser, Prediction, RowStreams, draw, draw_dtype
 
 TIE = 1e-5  # certainties closer than this are one: rounding in float32 networks moves them by up to half of it
 LAST_TIME = 1e-5  # where the reference stops; noise removal then goes from here to clean text in one more step
@@ -167,7 +167,7 @@ def drawn(prediction: Prediction, uniforms: torch.Tensor) -> torch.Tensor:
     return draw(prediction.p, uniforms[prediction.rows, prediction.columns], prediction.source)
 
 
-def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
+def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: RowStreams, process, step: Step):
     """MDLM. Which masks fall, and which tokens are masked again if kappa < 1, does not depend on the prediction."""
     event, token = canvas.random(noise, 2).unbind(-1)
     reveal, remask = absorbing_rates(step.alpha_t, step.alpha_s, step.kappa)
@@ -180,7 +180,7 @@ def absorbing_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, st
     canvas.confidence.masked_fill_(again, torch.nan)
 
 
-def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step: Step):
+def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: RowStreams, process, step: Step):
     """DUO. At most positions the outcome is known without the network."""
     # What happens at each position: x_t is kept, or noise comes, or the network decides or gives the token.
     branch, event, odds, token = canvas.random(noise, 4).unbind(-1)
@@ -207,7 +207,7 @@ def uniform_step(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, step
     canvas.confidence.masked_fill_(noised, torch.nan)
 
 
-def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
+def denoise(canvas: Canvas, denoiser: Denoiser, noise: RowStreams, process, settings, on_step: Callable):
     """ancestral and psi: N steps along the time grid, then noise removal."""
     N = settings.num_steps
     times = time_grid(settings.time_grid, N, settings.psi_fractions)
@@ -227,7 +227,7 @@ def denoise(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings,
         on_step(N, 0.0)
 
 
-def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
+def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: RowStreams, process, settings, on_step: Callable):
     """One token a call, in uniformly random order, at the exact random times at which masks fall (2409.02908).
 
     The masked process without time discretisation: the first of n masks falls when the masked fraction 1 - alpha has
@@ -249,7 +249,7 @@ def first_hitting(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, set
         on_step(step, float(t.min()))
 
 
-def ordered(canvas: Canvas, denoiser: Denoiser, noise: Noise, process, settings, on_step: Callable):
+def ordered(canvas: Canvas, denoiser: Denoiser, noise: RowStreams, process, settings, on_step: Callable):
     """Unmask the surest positions first: N steps, floor(n t) of a row's n masks left after the step that ends at t.
 
     A position's score is how sure the network's own prediction is there, before temperature, top_k and top_p.

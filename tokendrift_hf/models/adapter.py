@@ -158,7 +158,7 @@ def _length(model, max_length: int | None) -> int:
     return max_length or limit
 
 
-class _Reached(Exception):
+class _InputOfHead(Exception):
     """The forward pass has come to a module: carries what that module was given."""
 
     def __init__(self, value: Tensor):
@@ -167,7 +167,7 @@ class _Reached(Exception):
 
 def _stop(module, args, kwargs):
     """A hook that lets the forward pass end where a module begins."""
-    raise _Reached(_first(args or tuple(kwargs.values())))
+    raise _InputOfHead(_first(args or tuple(kwargs.values())))
 
 
 def _first(values):
@@ -246,7 +246,7 @@ class AdaptedModel:
     def _run(self, inputs_embeds: Tensor, attention_mask: Tensor | None) -> Tensor:
         try:
             super().forward(**self.family.inputs(self, inputs_embeds, attention_mask))
-        except _Reached as reached:
+        except _InputOfHead as reached:
             return reached.value
         raise RuntimeError(f"{type(self).__name__} never reached {self.head_names[0]}.")
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 TRAIN, EVALUATE = 0, 1  # the two streams of noise
 DRAWS = 1  # ends the key of what is drawn later, and is not 0, which numpy takes for no further number
+# t is drawn from [1e-3, 1] (sampling_eps of the reference): the weights 1/t of smaller times vary too much.
+SMALLEST_TIME = 1e-3
 GOLDEN_RATIO = 0.6180339887498949
 
 

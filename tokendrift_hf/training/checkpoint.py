@@ -36,8 +36,8 @@ from .manifest import (
     checkpoints,
     last_complete_checkpoint,
     read_manifest,
+    remove_old_checkpoints,
     replacing,
-    rotate,
     set_aside_incomplete,
     step_of,
     write_manifest,
@@ -326,7 +326,7 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             keep = [folder] if best is None else [folder, Path(best)]
-            rotate(folder.parent, self.args.save_total_limit, keep, have_manifests=resumable)
+            remove_old_checkpoints(folder.parent, self.args.save_total_limit, keep, have_manifests=resumable)
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[None]:

@@ -23,7 +23,7 @@ from ..models.lora import add_adapters, base_of, hide_local_base, set_task_type
 from ..objective.corruption import CorruptedBatch, corrupt, positions
 from ..objective.encoder import FrozenEncoder
 from ..objective.nelbo import ask_for_nelbo, batch_nelbo, row_nelbo
-from ..objective.noise import EVALUATE, TRAIN, row_noise, spread_times
+from ..objective.noise import EVALUATE, SMALLEST_TIME, TRAIN, row_noise, spread_times
 from ..objective.objectives import OBJECTIVES, make_objective
 from ..objective.predictions import Predictions, predict
 from ..publishing.cards import Card
@@ -43,8 +43,6 @@ from .refusals import (
 from .row_numbers import ROW_NUMBER, NumberedCollator, NumberedRows, NumberedStream, RowSums
 
 logger = logging.getLogger(__name__)
-
-SMALLEST_TIME = 1e-3  # the reference's sampling_eps: t is drawn from [1e-3, 1]
 
 
 class DriftTrainer(ResumableTrainer):

@@ -175,7 +175,7 @@ def set_aside_incomplete(output_dir: str | os.PathLike, after: int) -> None:
             logger.warning("%s is not complete: it is now %s, and can be removed.", path, target.name)
 
 
-def rotate(
+def remove_old_checkpoints(
     output_dir: str | os.PathLike, limit: int | None, keep: Sequence[Path], *, have_manifests: bool = True
 ) -> None:
     """Remove the oldest complete checkpoints until `limit` are left, and incomplete ones that lie before the newest.
