@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from stand_ins import CLS, MASK, PAD, SEP, SPECIAL, V, masked_lm, randomised, some_ids, tiny_config
+from toys import word_tokenizer
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tokendrift_hf import as_diffusion
@@ -418,14 +419,9 @@ def test_block_models_and_canvases_are_refused_with_what_is_missing(model_type):
 
 
 def test_more_tokens_than_embeddings_are_refused():
-    class Tokenizer:
-        mask_token_id, all_special_ids = MASK, [MASK]
-
-        def __len__(self):
-            return V + 1
-
+    tokenizer = word_tokenizer(bos_token="<s>", eos_token="</s>", mask_token="<m>", pad_token="<p>", sep_token="<x>")
     with pytest.raises(ValueError, match="ids up to 24, but BertForMaskedLM embeds 24.*resize_token_embeddings"):
-        as_diffusion(masked_lm("bert"), tokenizer=Tokenizer())
+        as_diffusion(masked_lm("bert"), tokenizer=tokenizer)
 
 
 def test_an_embedding_and_a_head_of_different_sizes_are_refused():
@@ -438,13 +434,69 @@ def test_an_embedding_and_a_head_of_different_sizes_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kept_token_ids": [-1]}, r"kept_token_ids=\[-1\] are not all ids from 0 to 23"),
+        (
+            {"kept_token_ids": [-1]},
+            r"kept_token_ids=\[-1\] does not fit this model. Needed is a list of ids from 0 to 23",
+        ),
         ({"max_length": 17}, "max_length=17: BertForMaskedLM takes 3 to 16 tokens"),
+        ({"tokenizer": "bert"}, "tokenizer is 'bert'. Give a tokenizer of transformers"),
+        ({"mask_token_id": 3.0}, "mask_token_id=3.0 does not fit"),
+        ({"mask_token_id": True}, "mask_token_id=True does not fit"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        as_diffusion(masked_lm("bert"), mask_token_id=MASK, **arguments)
+        as_diffusion(masked_lm("bert"), **{"mask_token_id": MASK} | arguments)
+
+
+TOLD = {
+    "mask_token_id": 23,
+    "kept_token_ids": [0, 1],
+    "num_tokens": 24,
+    "frame": [0, 1],
+    "max_length": 16,
+    "shift": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("mask_token_id", ["2", None, [2], 2.5, True, 24, -1], "mask_token_id=.*(does not fit|outside the vocabulary)"),
+        (
+            "kept_token_ids",
+            ["01", None, {"0": 1}, [0.5], [[0]], [24], 3],
+            "kept_token_ids=.* a list of ids from 0 to 23",
+        ),
+        ("kept_token_ids", [list(range(22))], "leave 1 tokens to predict. At least 3"),
+        ("num_tokens", ["24", None, 0, -3, 25, 10**12, 2.5], "num_tokens=.* a whole number from 1 to 24"),
+        ("frame", ["ab", 0, [0], {"a": 1, "b": 0}, [0, 24]], "frame=.* two ids from 0 to 23"),
+        ("frame", [[23, 1]], "holds the mask"),
+        ("max_length", ["16", None, 0, 2, 7.5, [1], 10**12], "max_length="),
+        ("shift", ["no", None, [], 1], "shift=.* true or false"),
+        ("generation", [[1], None, "x"], "generation=.* an object of settings"),
+        ("generation", [{"do_sample": True}], r"Unknown generation settings \['do_sample'\]"),
+    ],
+)
+def test_what_a_file_tells_is_looked_at_before_it_is_used(field, values, message, tmp_path):
+    """A huge num_tokens took all memory. Other values ended in IndexError or in a model that writes nonsense."""
+    masked_lm("bert").save_pretrained(tmp_path)
+    for value in values:
+        (tmp_path / ADAPTATION).write_text(json.dumps(TOLD | {field: value}))
+        with pytest.raises(ValueError, match=message):
+            as_diffusion(BertForMaskedLM.from_pretrained(tmp_path))
+    (tmp_path / ADAPTATION).write_text(json.dumps(TOLD))
+    assert as_diffusion(BertForMaskedLM.from_pretrained(tmp_path)).longest == 16
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b'"a"', b"\x00", b"\xff\xfe", b"[" * 100_000], ids=lambda x: repr(x)[:8]
+)
+def test_a_damaged_file_is_named(content, tmp_path):
+    masked_lm("bert").save_pretrained(tmp_path)
+    (tmp_path / ADAPTATION).write_bytes(content)
+    with pytest.raises(ValueError, match="diffusion.json (is damaged|holds)"):
+        as_diffusion(BertForMaskedLM.from_pretrained(tmp_path))
 
 
 def test_anything_but_a_model_of_transformers_is_refused():

@@ -84,6 +84,19 @@ def test_state_survives_a_safetensors_file_and_the_next_push_is_the_same(pushes,
     torch.testing.assert_close(restored.features, queue.features, rtol=0, atol=0)
 
 
+def test_a_state_stays_what_it_was_although_nothing_is_copied():
+    """A trainer takes one at every step, to come back to it after a bad gradient."""
+    queue = FeatureQueue(3)
+    queue.push(torch.ones(2, 3))
+    state = queue.state_dict()
+    assert state["features"].data_ptr() == queue.features.data_ptr()
+    queue.push(2 * torch.ones(2, 3))
+    assert state["features"].tolist() == [[1.0] * 3] * 2
+    queue.load_state_dict(state)
+    queue.push(3 * torch.ones(2, 3))
+    assert state["features"].tolist() == [[1.0] * 3] * 2
+
+
 def test_a_smaller_queue_restores_the_newest_rows():
     queue, smaller = FeatureQueue(10), FeatureQueue(4)
     queue.push(torch.arange(10.0)[:, None])

@@ -107,6 +107,13 @@ def test_the_extra_files_are_safetensors_and_json(interrupted):
     assert manifest["global_step"] == 4 and {"model.safetensors", "optimizer.pt"} <= manifest["files"].keys()
 
 
+def test_a_checkpoint_may_have_any_name(interrupted, tmp_path):
+    """A copy that is kept under a name without a number is resumed like the original."""
+    shutil.copytree(interrupted / "checkpoint-2", tmp_path / "kept")
+    trainer = run(tmp_path / "run", max_steps=3)
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "kept")).global_step == 3
+
+
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(interrupted, tmp_path):
     """The real files: the newest checkpoint is passed over, and refused if named. The model stays as it is."""
     folder = copy_of(interrupted, tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from toys import CHECKPOINTING, assert_same, config, logged, make_trainer, queues_of, toy_rows, weights_of
@@ -381,3 +382,41 @@ def test_rows_that_teach_nothing_are_counted_and_named(tmp_path, caplog):
     trainer = make_trainer(tmp_path, max_steps=2)
     trainer.train()
     assert logged(trainer, "rows_without_text") == []
+
+
+BAD = [
+    ({"model": None}, "NoneType has no diffusion process"),
+    ({"model": "gpt2"}, "str has no diffusion process"),
+    ({"args": {"output_dir": "x"}}, "args must be a DriftConfig, but it is a dict"),
+    ({"train_dataset": []}, "train_dataset has no rows"),
+    ({"train_dataset": {"train": toy_rows(2)}}, "train_dataset is a dict. Needed is a data set"),
+    ({"train_dataset": (row for row in toy_rows(2))}, "train_dataset is a generator"),
+    ({"train_dataset": 5}, "train_dataset is a int"),
+    ({"train_dataset": "rows.jsonl"}, "train_dataset is a str"),
+    ({"eval_dataset": []}, "eval_dataset has no rows"),
+    ({"eval_dataset": {"a": toy_rows(2), "b": 3}}, r"eval_dataset\['b'\] is a int"),
+    ({"encoder": 3}, "The encoder is '3'. Needed is a model of transformers"),
+    ({"encoder": ["a"]}, "Needed is a model of transformers"),
+    ({"encoder": torch.nn.Linear(2, 2)}, "Needed is a model of transformers"),
+    ({"encoder": GPT2LMHeadModel}, "Needed is a model of transformers"),
+    ({"peft_config": {"r": 2}}, "peft_config is .*Needed is a configuration of peft"),
+    ({"peft_config": "lora"}, "peft_config is 'lora'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_arguments_of_another_type_are_refused_at_once(change, message, tmp_path):
+    arguments = {"model": tiny_model("mdlm"), "args": config(tmp_path), "train_dataset": toy_rows(4)} | change
+    with pytest.raises(ValueError, match=message):
+        DriftTrainer(**arguments)
+
+
+@pytest.mark.parametrize("rows", [toy_rows(4), tuple(toy_rows(4)), Dataset.from_list(toy_rows(4))], ids=type)
+def test_rows_of_any_list_or_data_set_are_trained_on(rows, tmp_path):
+    make_trainer(tmp_path, rows=rows, max_steps=1).train()
+
+
+@pytest.mark.parametrize("asked", [3, ["checkpoint-1"], 2.5, b"checkpoint-1"])
+def test_a_checkpoint_is_named_by_a_path(asked, tmp_path):
+    with pytest.raises(ValueError, match="resume_from_checkpoint is .*Give the folder of a checkpoint, or True"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=asked)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..hub.generation_tokendrift import DiffusionGenerationConfig, DiffusionGenerationMixin
 from ..hub.modeling_tokendrift import DiffusionPreTrainedModel
 from ..hub.process_tokendrift import NEGATIVE_INFINITY, AbsorbingProcess
-from .adaptation import Adaptation, read_adaptation, write_adaptation
+from .adaptation import Adaptation, check_told, read_adaptation, write_adaptation
 from .families import Family, family_of, is_masked_language_model
 from .probe import block_list, check, probe_rows, removed_after, trace
 
@@ -79,16 +79,10 @@ def as_diffusion(
 def _adaptation(model, family: Family, tokenizer, told: dict) -> Adaptation:
     """What was told, completed by the tokenizer, the configuration and the family."""
     V = model.config.vocab_size
-    if tokenizer is not None and len(tokenizer) > V:
-        raise ValueError(
-            f"The tokenizer has ids up to {len(tokenizer) - 1}, but {type(model).__name__} embeds {V}. Take the "
-            "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) and train the new rows."
-        )
+    check_told(told, model, tokenizer)
     mask_token_id = _mask_id(model, family, tokenizer, told.get("mask_token_id"))
     special = tokenizer is not None and is_masked_language_model(model.config.model_type)
     kept = set(told.get("kept_token_ids", tokenizer.all_special_ids if special else ())) - {mask_token_id}
-    if kept and not 0 <= min(kept) <= max(kept) < V:
-        raise ValueError(f"kept_token_ids={sorted(kept)} are not all ids from 0 to {V - 1}.")
     frame = told.get("frame")
     if frame is None and tokenizer is not None:
         last = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id

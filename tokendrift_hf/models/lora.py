@@ -65,12 +65,14 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path.
 
     Raises:
-        ValueError: the adapters reach a head that shares the embedding's weights.
+        ValueError: no configuration of peft, or the adapters reach a head that shares the embedding's weights.
         ImportError: peft is not installed.
     """
     need("peft", "peft", "A peft_config")
-    from peft import get_peft_model
+    from peft import PeftConfig, get_peft_model
 
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(f"peft_config is {str(peft_config)[:60]!r}. Needed is a configuration of peft (LoraConfig).")
     peft_config = copy.deepcopy(peft_config)
     which = {pattern: name for name, pattern in TARGETS.items()}.get(str(peft_config.target_modules))
     if which is not None and hasattr(model, "linear_layers"):  # another family has other names for these layers

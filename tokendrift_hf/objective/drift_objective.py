@@ -115,8 +115,8 @@ class DriftObjective:
             self._to_push = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both queues: tensors only, fit for safetensors."""
-        return {"real": self.real_queue.features.clone(), "generated": self.generated_queue.features.clone()}
+        """Both queues: tensors only, fit for safetensors, which later pushes leave as they are. Nothing is copied."""
+        return {"real": self.real_queue.features, "generated": self.generated_queue.features}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore `state_dict()`. A state of another objective, which has no queues, leaves them empty."""

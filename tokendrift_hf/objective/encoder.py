@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .hidden_states import HiddenStates
 
@@ -31,7 +31,7 @@ class FrozenEncoder:
             (peft's `disable_adapter`).
 
     Raises:
-        ValueError: a layer that the model does not have, or a time outside [0, 1].
+        ValueError: no model, a layer that the model does not have, or a time outside [0, 1].
     """
 
     def __init__(
@@ -41,6 +41,10 @@ class FrozenEncoder:
         timestep: float = 0.0,
         frozen: Callable[[], AbstractContextManager] | None = None,
     ):
+        if not isinstance(getattr(model, "config", None), PreTrainedConfig) or isinstance(model, type):
+            raise ValueError(
+                f"The encoder is {str(model)[:60]!r}. Needed is a model of transformers, or 'base' with adapters."
+            )
         if not isinstance(timestep, (int, float)) or not 0 <= timestep <= 1:
             raise ValueError(f"timestep={timestep!r}. A diffusion time is from 0 (clean text) to 1 (noise).")
         count = model.config.num_hidden_layers + 1

@@ -60,8 +60,8 @@ class FeatureQueue:
         return torch.cat([features, self._features.to(features.device)]) if len(self) > 0 else features
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors only, fit for safetensors."""
-        return {"features": self._features.clone()}
+        """Tensors only, fit for safetensors: those that are held. A push makes new ones and leaves them as they are."""
+        return {"features": self._features}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore the rows in their order. Of more than ``size`` the newest ``size`` stay.

@@ -33,13 +33,13 @@ from .epoch_sampler import EpochSampler
 from .gather import sum_over_processes
 from .manifest import (
     changed_settings,
+    checkpoint_asked_for,
     checkpoints,
     last_complete_checkpoint,
     read_manifest,
     remove_old_checkpoints,
     replacing,
     set_aside_incomplete,
-    step_of,
     write_manifest,
 )
 from .restart import Restart
@@ -161,14 +161,14 @@ class ResumableTrainer(Trainer):
 
     def _checkpoint_to_resume(self, asked: str | os.PathLike | bool | None) -> str | None:
         """The checkpoint to go on from, checked. Newer ones that are incomplete are set aside."""
-        path = last_complete_checkpoint(self.args.output_dir) if asked is True else Path(asked) if asked else None
+        path, step = checkpoint_asked_for(self.args.output_dir, asked), 0
         if path is not None:
             manifest = read_manifest(path)
+            step = manifest["global_step"]
             self._refuse_other_run(manifest)
-            changed = changed_settings(manifest["settings"], self._settings())
-            if changed:
+            if changed := changed_settings(manifest["settings"], self._settings()):
                 logger.warning("Resuming with other settings than the checkpoint's (old, new): %s", changed)
-        set_aside_incomplete(self.args.output_dir, after=0 if path is None else step_of(path))
+        set_aside_incomplete(self.args.output_dir, after=step)
         return None if path is None else str(path)
 
     def _refuse_other_run(self, manifest: dict) -> None:

@@ -192,6 +192,7 @@ class DriftConfig(TrainingArguments):
         return state | dict.fromkeys(secret) | paths
 
     def __post_init__(self):
+        self._check_types()
         super().__post_init__()
         self._check_trainer()
         if self.max_steps == 0:
@@ -203,6 +204,14 @@ class DriftConfig(TrainingArguments):
         self._check_encoder()
         self._check_averages()
         self._check_samples()
+
+    def _check_types(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in (bool, "bool") and not isinstance(value, bool):
+                raise ValueError(f"{f.name} must be true or false, but it is {value!r}.")
+        if not isinstance(self.output_dir, str | os.PathLike | None):
+            raise ValueError(f"output_dir must be a path, but it is {self.output_dir!r}.")
 
     def _check_inherited(self):
         for name in ("bf16_full_eval", "fp16_full_eval"):
@@ -310,8 +319,6 @@ class DriftConfig(TrainingArguments):
             _number("save_total_limit", self.save_total_limit, at_least=0, whole=True)
         for name in ("logging_steps", "save_steps"):
             _number(name, getattr(self, name), above=0)
-        if not isinstance(self.gather_features, bool):
-            raise ValueError(f"gather_features must be true or false, but it is {self.gather_features!r}.")
 
     def _check_samples(self):
         if not isinstance(self.gen_ppl_num_steps, (list, tuple)):

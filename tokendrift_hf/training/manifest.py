@@ -142,6 +142,17 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> Path:
     )
 
 
+def checkpoint_asked_for(output_dir: str | os.PathLike, asked: str | os.PathLike | bool | None) -> Path | None:
+    """The folder that `resume_from_checkpoint` means: the one it names, with True the newest complete one, or none.
+
+    Raises:
+        ValueError: it is neither a folder nor True or False, or there is no complete checkpoint.
+    """
+    if not isinstance(asked, str | os.PathLike | bool | None):
+        raise ValueError(f"resume_from_checkpoint is {asked!r:.80}. Give the folder of a checkpoint, or True.")
+    return last_complete_checkpoint(output_dir) if asked is True else Path(asked) if asked else None
+
+
 @contextmanager
 def replacing(checkpoint: Path) -> Iterator[None]:
     """Inside, a checkpoint is written anew: what lies there already is moved away, and removed once it is replaced."""

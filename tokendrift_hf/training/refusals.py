@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import datasets
 import torch
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -69,11 +70,15 @@ def refuse_shared_weights(model) -> None:
 
 
 def refuse_arguments(args: DriftConfig, arguments: dict) -> None:
-    """Raise ValueError for arguments of `Trainer` that would have no effect, and for a metric that nobody measures."""
+    """Raise ValueError for arguments of `Trainer` without effect, rows that are none, and a metric nobody measures."""
     for name, reason in WITHOUT_EFFECT.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name} has no effect here: {reason}.")
     metric, data = args.metric_for_best_model, arguments.get("eval_dataset")
+    named = {f"eval_dataset[{name!r}]": rows for name, rows in data.items()} if isinstance(data, dict) else {}
+    named |= {"train_dataset": arguments.get("train_dataset")} | ({} if named else {"eval_dataset": data})
+    for name, rows in named.items():
+        _refuse_no_rows(name, rows)
     if metric is None or arguments.get("callbacks"):  # whose on_evaluate may measure anything
         return
     kinds = ["entropy"] if args.gen_ppl_judge is None else ["entropy", "gen_ppl"]
@@ -91,6 +96,20 @@ def refuse_unmeasured(name: str | None, metrics: dict) -> None:
     """Raise ValueError if an evaluation did not measure the metric that chooses the best model."""
     if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
         raise ValueError(f"metric_for_best_model={name!r} was not measured. There are: {', '.join(metrics)}.")
+
+
+def _refuse_no_rows(name: str, rows) -> None:
+    stream = isinstance(rows, datasets.IterableDataset | torch.utils.data.IterableDataset)
+    if rows is None or stream:
+        return
+    listed = hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not isinstance(rows, dict | str | bytes)
+    if not listed:
+        raise ValueError(
+            f"{name} is a {type(rows).__name__}. Needed is a data set, a stream of datasets, or a list of rows, each "
+            "a dictionary with input_ids."
+        )
+    if len(rows) == 0:
+        raise ValueError(f"{name} has no rows.")
 
 
 def refuse_sharing(args: DriftConfig, rows, queues: bool) -> None:
