@@ -58,6 +58,7 @@ def load_text(
             raise ValueError(f"{argument}={value!r}: it must be text.")
     if prompt_column == text_column:
         raise ValueError(f"prompt_column and text_column are both {text_column!r}; they are two columns.")
+    # A path comes before the name of a data set on the hub.
     if name == "documentation":
         text = _documentation(split, streaming)
     elif Path(name).exists() or Path(name).suffix in _BUILDERS:
@@ -75,6 +76,7 @@ def load_text(
         except (OSError, HFValidationError) as error:  # also: no network, no such data set
             reason = str(error).partition("\n")[0]
             raise ValueError(f"There is no data set {name!r}: no file here, none on the hub ({reason}).") from error
+    # The columns under the names that packing expects. A stream may not know its columns before it is read.
     wanted = {text_column: "text"} | ({} if prompt_column is None else {prompt_column: "prompt"})
     for column in wanted:
         if text.column_names is not None and column not in text.column_names:

@@ -31,6 +31,7 @@ def write_steps(model: PreTrainedModel, arguments: dict) -> Iterator[tuple[objec
     Raises:
         Exception: whatever `generate()` raises.
     """
+    # The two threads take turns: one queue says go on (True) or stop (False), the other carries what came of it.
     turns: SimpleQueue[bool] = SimpleQueue()
     results: SimpleQueue[tuple[str, object]] = SimpleQueue()
 
@@ -48,6 +49,7 @@ def write_steps(model: PreTrainedModel, arguments: dict) -> Iterator[tuple[objec
         except Exception as error:
             results.put(("error", error))
 
+    # Here each turn is timed. Whoever closes this iterator ends the work in `finally`.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     seconds, kind = 0.0, "step"

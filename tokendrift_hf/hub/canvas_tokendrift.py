@@ -156,6 +156,7 @@ def prompted(
             raise ValueError(f"{name} is a {type(mask).__name__} or holds nan. It must be a tensor of zeros and ones.")
         if mask.shape != input_ids.shape:
             raise ValueError(f"{name} is {list(mask.shape)}. It must be {list(input_ids.shape)}, as input_ids.")
+    # What is there, what of it is padding, and what is to be filled.
     x = input_ids.long().repeat(copies, 1)
     present = torch.ones_like(x, dtype=torch.bool)
     if attention_mask is not None:
@@ -172,6 +173,7 @@ def prompted(
     if max_length is not None and int(lengths.max()) > max_length:
         raise ValueError(f"max_length={max_length}, but a prompt has {int(lengths.max())} tokens already.")
 
+    # Tokens to the left, and behind them the new positions, as many as each row has.
     order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
     ends = [length + max_new_tokens if max_new_tokens else max_length or length for length in lengths.tolist()]
     T, P = max(ends), x.shape[1]

@@ -271,6 +271,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
                 f"The weights in {str(name)!r} cannot be read ({error}). The file is cut off or still being written: "
                 "copy or download it again."
             ) from error
+        # transformers would fill what is missing with random numbers and go on.
         wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
         wrong += [f"{key} is not used" for key in sorted(info["unexpected_keys"])]
         if not ignore_mismatched_sizes:
@@ -340,6 +341,7 @@ class DiffusionPreTrainedModel(PreTrainedModel):
             `logits` [B, L, V], raw but for a masked model's mask column, which is pushed to -1e6. With `labels`
             there is also `loss`, the NELBO in nats per scored token.
         """
+        # What does not fit together is refused before any work.
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if output_attentions:
@@ -362,10 +364,12 @@ class DiffusionPreTrainedModel(PreTrainedModel):
             raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; needed is [{B}, {L}].")
         if labels is not None and (input_ids is None or timesteps is None):
             raise ValueError("labels (x_0) need input_ids (x_t) and timesteps (t), since the NELBO depends on both.")
+        # For a few positions the caller makes the logits itself, from what it draws at a time.
         hidden_states, c = self.hidden_states(inputs_embeds, timesteps, attention_mask, positions)
         if positions is not None:
             return MaskedLMOutput(hidden_states=(hidden_states[-1], c))
         logits = self.logits(hidden_states[-1], c)
+        # The NELBO, a mean over the scored positions of the whole batch.
         loss = None
         if labels is not None:
             scored = labels != -100

@@ -156,11 +156,13 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], process)
         given: names of the settings given in the call itself. Stored ones may belong to another sampler.
         process: of the model.
     """
+    # The sampler itself.
     has_mask = process.mask_id is not None
     possible = [name for name, sampler in SAMPLERS.items() if has_mask or not sampler.needs_mask]
     if settings.sampler not in possible:
         why = "needs a process with masks" if settings.sampler in list(SAMPLERS) else "is not known"
         raise ValueError(f"sampler={settings.sampler!r} {why}. Give one of {possible}.")
+    # Settings that it would not read. Stored ones are no mistake: they may be another sampler's.
     for name in SAMPLERS[settings.sampler].unused:
         if name in given:
             raise ValueError(
@@ -177,6 +179,7 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], process)
             f"block_length={settings.block_length!r} needs a process with masks: the blocks to come would look like "
             "text. Leave it out, or write in windows with stride."
         )
+    # Settings that it reads.
     if not is_whole(settings.num_steps, 1):
         raise ValueError(f"num_steps={settings.num_steps!r}. It must be a whole number, at least 1.")
     if settings.noise_removal not in ("ancestral", "greedy", "none"):

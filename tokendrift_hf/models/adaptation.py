@@ -81,6 +81,7 @@ def check_told(told: dict[str, Any], model: PreTrainedModel, tokenizer: Any) -> 
     def are_ids(x) -> bool:
         return isinstance(x, (list, tuple, set, frozenset)) and all(map(is_id, x))
 
+    # What each field must be, and in which words a wrong one is refused.
     ids = f"from 0 to {V - 1}"
     rules = {
         "mask_token_id": (is_whole, f"an id {ids}"),

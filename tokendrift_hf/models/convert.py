@@ -110,6 +110,7 @@ def _from_file(source: Path, ema: bool, model: str | None):
     hyper_parameters = _entry(payload, "hyper_parameters", "config")
     tensors, left_out = _backbone(payload.get("state_dict", payload), source)
     beside = _model_of_config(source.parent)
+    # Both models have the same tensors: the first of these that says which one decides.
     evidence = (
         (model, "as asked"),
         (beside, "by the config.json beside it"),
@@ -123,6 +124,7 @@ def _from_file(source: Path, ema: bool, model: str | None):
         config, sizes = cls.config_class.from_pretrained(source.parent), "config.json"
     else:
         config, sizes = _config(cls.config_class, tensors, hyper_parameters, source)
+    # The network takes its memory from the file's tensors, which have to fit.
     with torch.device("meta"):
         network = cls(config)
     tensors.setdefault(_ROTARY, network.backbone.rotary_emb.inverse_frequencies(torch.device("cpu")))
@@ -133,6 +135,7 @@ def _from_file(source: Path, ema: bool, model: str | None):
         raise ValueError(
             f"The moving average in {source} is a {type(average).__name__}; needed is a dict. Use --no-ema."
         )
+    # The averages are a list in the order of the parameters.
     applied = bool(ema and average)
     if applied:
         tensors.update(_averages(average, network, source))
@@ -309,6 +312,7 @@ def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: Any,
     if _TIME_BIAS not in tensors:
         raise ValueError(f"{source} has no {_TIME_BIAS}: it is a causal or another network, of no use here.")
     fields = {}
+    # What the hyper-parameters say, each checked: a stranger wrote them.
     for theirs, ours, valid in (
         ("length", "max_position_embeddings", lambda value: type(value) is int and 0 < value < 2**31),
         ("n_heads", "num_attention_heads", lambda value: type(value) is int and 0 < value < 2**31),
@@ -325,6 +329,7 @@ def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: Any,
             fields["time_conditioning"] = _entry(hyper_parameters, *path)
     origin, assumed = "by the tensors" + (" and hyper-parameters" if fields else ""), []
 
+    # The tensors come first, and what neither shows is as in the releases.
     vocab_size, hidden_size = tensors[_TABLE].shape
     if _ROTARY in tensors:
         fields["num_attention_heads"] = hidden_size // (2 * len(tensors[_ROTARY]))

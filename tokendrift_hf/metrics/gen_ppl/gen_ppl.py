@@ -616,6 +616,7 @@ class GenPPL(evaluate.Metric):
         if isinstance(tokenizer, str):
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
 
+        # The samples as text, as ids of the judge, and as ids of the model if they came so. The judge scores its own.
         texts, judge_rows, own_rows, num_left_out = tokenize(list(predictions), judge, tokenizer)
         cut_rows = [row[:max_length] for row in judge_rows]
         similarity = {}
@@ -623,6 +624,7 @@ class GenPPL(evaluate.Metric):
             similarity = self._mauve(judge, cut_rows, tokenizer, settings, max_length)
         nll, num_tokens = score(judge, cut_rows, settings["mode"], settings["batch_size"])
 
+        # Entropy and degeneracy are of the model's ids where there are any: they do not depend on the judge.
         rows = cut_rows if own_rows is None else own_rows
         reasons = degeneracy([text.replace(judge.tokenizer.eos_token or "\n", "\n") for text in texts], rows)
         num_truncated = sum(len(row) > max_length for row in judge_rows)
@@ -630,6 +632,7 @@ class GenPPL(evaluate.Metric):
         for note in notes + reasons:
             warnings.warn(f"gen_ppl: {note}", stacklevel=2)
         gen_ppl, standard_error = perplexity(nll, num_tokens)
+        # Everything that decides the value stands beside it.
         record = {
             "gen_ppl": gen_ppl,
             "gen_ppl_se": standard_error,
