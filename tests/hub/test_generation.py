@@ -492,7 +492,10 @@ def test_streamers_of_transformers_print_the_text(capsys):
         x = model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=6, num_steps=3, seed=0, streamer=streamer)
         printed = capsys.readouterr().out
         assert printed.count("\x1b[J") == (4 if isinstance(streamer, TextDiffusionStreamer) else 0)  # drafts erased
-        assert printed.rpartition("\x1b[J")[2].strip() == Letters().decode(x[:, 3:] if "\x1b[J" in printed else x)
+        assert "dbe" in printed, "the prompt"
+        # Before transformers 5.24 words were held back until a space, so the prompt may stand behind the last draft.
+        text = printed.rpartition("\x1b[J")[2].strip()
+        assert text.removeprefix("dbe") == Letters().decode(x[:, 3:])
 
 
 # Settings

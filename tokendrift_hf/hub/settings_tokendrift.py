@@ -95,11 +95,7 @@ class DiffusionGenerationConfig(GenerationConfig):
         Raises:
             ValueError: it is no dictionary.
         """
-        if not isinstance(config_dict, dict):
-            raise ValueError(
-                f"generation_config.json holds a {type(config_dict).__name__}. It must hold an object with settings. "
-                "Mend or delete it."
-            )
+        cls._check_form(config_dict)
         unknown = sorted(set(config_dict) - {*cls.fields, *METADATA})
         if unknown:
             logger.warning(f"generation_config.json has {unknown}, which no diffusion model knows. They are ignored.")
@@ -110,9 +106,19 @@ class DiffusionGenerationConfig(GenerationConfig):
     def _dict_from_json_file(cls, json_file):
         # transformers makes an OSError of an unreadable file, as of a missing one, which is no error.
         try:
-            return super()._dict_from_json_file(json_file)
+            content = super()._dict_from_json_file(json_file)
         except ValueError as error:
             raise ValueError(f"{json_file} is no JSON ({error}). Mend or delete it.") from None
+        cls._check_form(content)  # at once: transformers 5.17 writes into it
+        return content
+
+    @staticmethod
+    def _check_form(content):
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"generation_config.json holds a {type(content).__name__}. It must hold an object with settings. "
+                "Mend or delete it."
+            )
 
     @classmethod
     def of(cls, other) -> "DiffusionGenerationConfig":
