@@ -16,7 +16,7 @@ from tokendrift_hf.objective.corruption import corrupt
 from tokendrift_hf.objective.nelbo import ask_for_nelbo, batch_nelbo, row_nelbo
 from tokendrift_hf.objective.noise import TRAIN, row_noise
 from tokendrift_hf.objective.objectives import make_objective
-from tokendrift_hf.objective.predictions import predict
+from tokendrift_hf.objective.predictions import _Reading, predict
 from tokendrift_hf.training.drift_config import DriftConfig
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -170,11 +170,8 @@ def test_dropout_in_the_head_is_drawn_again_in_backward():
     results = []
     for recomputed in (True, False):
         torch.manual_seed(1)
-        ells = (
-            hidden._mapped(lambda ell: (ell.square(),), ())
-            if recomputed
-            else hidden._concatenated(lambda ell: (ell.square(),), ())
-        )
+        reading = [_Reading(lambda ell: (ell.square(),), 0)]
+        ells = hidden._mapped(reading, ()) if recomputed else hidden._concatenated(reading, ())
         loss = ells[0][:, :-1].sum()
         results.append((loss.detach(), *torch.autograd.grad(loss, hidden.inputs[0])))
     for one, other in zip(*results, strict=True):

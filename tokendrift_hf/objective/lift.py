@@ -67,7 +67,11 @@ def soft_lift(
     else:
         uniforms = uniforms.float() if predicted.device.type == "mps" else uniforms
         columns = (uniforms.to(predicted.device)[predicted],)
-    rows, entropy = predictions.map(lambda ell, *u: _lifted(ell, E, mode, *u), *columns)
+    rows, entropy = predictions.map(
+        lambda ell, *u: _lifted(ell, E, mode, *u),
+        *columns,
+        pullback=lambda ell, cotangents, *u: _pulled(ell, cotangents[0], E),
+    )
     predictions.entropy = entropy.sum() / max(len(entropy), 1)
     # Out of place, since the embedded ids may be a part of the caller's graph.
     embeds = F.embedding(input_ids, E).masked_scatter(predicted[..., None], rows)
@@ -109,3 +113,11 @@ def _lifted(logits: Tensor, E: Tensor, mode: str, uniforms: Tensor | None = None
     ids = logits.argmax(dim=-1) if mode == "hard_st" else draw(p.detach(), uniforms)
     # The difference is exactly zero, and carries the gradient.
     return F.embedding(ids, E) + (soft - soft.detach()), entropy_of(p)
+
+
+def _pulled(logits: Tensor, cotangent: Tensor, E: Tensor) -> Tensor:
+    """The gradient of a lift of any mode with respect to the logits: that of softmax(logits) @ E."""
+    p = probabilities(logits)
+    gradient = (cotangent.to(E.dtype) @ E.T).to(p.dtype)
+    # As autograd does it: one pass, and the same result to the bit.
+    return torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype).to(logits.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
 LOGITS_AT_A_TIME = {"cpu": 2**24, "cuda": 2**27}  # in numbers: 64 MiB and 512 MiB in float32
 
@@ -106,36 +107,36 @@ class Predictions:
             chunk_size=self.chunk_size,
         )
 
-    def map(self, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
+    def map(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        *columns: Tensor,
+        pullback: Callable[..., Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Outputs ``[N, ...]`` of ``function(logits [n, V], *columns [n, ...])``, differentiable once.
 
         Args:
             function: outside of autocast, without randomness, position by position. It returns a tuple of tensors.
             columns: ``[N, ...]`` each, without gradient.
+            pullback: ``(logits, cotangents, *columns)`` -> the gradient with respect to the logits, for a function
+                whose value costs more than that. The cotangents are those of its outputs, None where there is none.
         """
         # What is asked for beside needs a gradient, so a pass without one does not serve it.
         asked = self.beside if torch.is_grad_enabled() else {}
-        names, beside = list(asked), list(asked.values())
-        own, ends, both = len(columns), [], columns
-        for _, more in beside:
-            ends.append(slice(len(both), len(both) + len(more)))
-            both = (*both, *more)
-
-        def everything(logits: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-            outputs = function(logits, *columns[:own])
-            others = (f(logits, *columns[end]) for (f, _), end in zip(beside, ends, strict=True))
-            return (*outputs, *others)
-
-        outputs = self._mapped(everything, both)
+        readings = [_Reading(function, len(columns), pullback)]
+        readings += [_Reading(lambda *x, f=f: (f(*x),), len(more)) for f, more in asked.values()]
+        both = [*columns, *(column for _, more in asked.values() for column in more)]
+        names = list(asked)
+        outputs = self._mapped(readings, both)
         first = len(outputs) - len(names)
         self.results |= dict(zip(names, outputs[first:], strict=True))
         asked.clear()
         return outputs[:first]
 
-    def _mapped(self, function: Callable, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _mapped(self, readings: Sequence[_Reading], columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._in_chunks():
-            return _Recomputed.apply(self, function, columns, *self.inputs, *self.parameters)
-        return self._concatenated(function, columns)
+            return _Recomputed.apply(self, readings, columns, *self.inputs, *self.parameters)
+        return self._concatenated(readings, columns)
 
     def _in_chunks(self) -> bool:
         """Whether gradients need care. Of one chunk autograd may keep what it likes, unless autocast could reach it."""
@@ -149,7 +150,7 @@ class Predictions:
         """
         if self._in_chunks():
             return _Summed.apply(self, function, columns, *self.inputs, *self.parameters)
-        return self._concatenated(lambda *x: (function(*x),), columns)[0].sum()
+        return self._concatenated([_Reading(lambda *x: (function(*x),), len(columns))], columns)[0].sum()
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the N positions, one of them empty if there is none."""
@@ -162,17 +163,54 @@ class Predictions:
     def put(self, total: Tensor, chunk: slice, gradient: Tensor) -> None:
         total[chunk if self.rows is None else self.rows[chunk]] = gradient
 
-    def apply(self, function: Callable, columns: Sequence[Tensor], chunk: slice, inputs: Sequence[Tensor]):
-        """``function`` of the logits of a chunk of positions."""
-        logits = self.head(*inputs)
-        with torch.autocast(logits.device.type, enabled=False):
-            return function(logits, *(column[chunk] for column in columns))
-
-    def _concatenated(self, function: Callable, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        parts = [
-            self.apply(function, columns, chunk, [self.take(x, chunk) for x in self.inputs]) for chunk in self.chunks()
-        ]
+    def _concatenated(self, readings: Sequence[_Reading], columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        parts = []
+        for chunk in self.chunks():
+            logits = self.head(*(self.take(x, chunk) for x in self.inputs))
+            own = [column[chunk] for column in columns]
+            with torch.autocast(logits.device.type, enabled=False):
+                parts.append([x for reading in readings for x in reading.of(logits, own)])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+class _Reading:
+    """A function of logits in a pass that serves several, each of which takes its columns from one list.
+
+    Args:
+        function: (logits, columns) -> a tuple of tensors.
+        num_columns: how many it takes, after those of the readings before it.
+        pullback: as in `Predictions.map`.
+    """
+
+    def __init__(self, function: Callable[..., Any], num_columns: int, pullback: Callable[..., Tensor] | None = None):
+        self.function, self.num_columns, self.pullback = function, num_columns, pullback
+        self.num_outputs = 0  # known once it has run
+
+    def of(self, logits: Tensor, columns: list[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs. Its columns leave the list."""
+        outputs = self.function(logits, *_taken(columns, self.num_columns))
+        self.num_outputs = len(outputs)
+        return outputs
+
+    def again(
+        self, logits: Tensor, columns: list[Tensor], cotangents: list[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What backward needs of a chunk: tensors with a graph to the logits, and their cotangents."""
+        columns, cotangents = _taken(columns, self.num_columns), _taken(cotangents, self.num_outputs)
+        if all(g is None for g in cotangents):
+            return []
+        if self.pullback is None:
+            pairs = zip(self.function(logits, *columns), cotangents, strict=True)
+            return [(y, g) for y, g in pairs if y.requires_grad and g is not None]
+        with torch.no_grad():
+            return [(logits, self.pullback(logits.detach(), cotangents, *columns))]
+
+
+def _taken(tensors: list, count: int) -> list:
+    """The first `count`, which leave the list."""
+    first = tensors[:count]
+    del tensors[:count]
+    return first
 
 
 class _Gradients:
@@ -188,8 +226,8 @@ class _Gradients:
         taken = (self.predictions.take(x, chunk).detach() for x in inputs)
         return [x.requires_grad_(wanted) for x, wanted in zip(taken, self.wanted, strict=False)]
 
-    def add(self, chunk: slice, outputs, cotangents, leaves: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad and g is not None]
+    def add(self, chunk: slice, pairs: Sequence, leaves: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Those of a chunk, from tensors with a graph to the leaves and their cotangents."""
         at = [i for i, wanted in enumerate(self.wanted) if wanted]
         tensors = [*leaves, *parameters]
         if not pairs:
@@ -210,12 +248,12 @@ class _Recomputed(torch.autograd.Function):
     """`Predictions.map` over several chunks: nothing of vocabulary size is kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, predictions: Predictions, function: Callable, columns, *tensors: Tensor):
-        ctx.predictions, ctx.function, ctx.columns = predictions, function, columns
+    def forward(ctx: Any, predictions: Predictions, readings: Sequence[_Reading], columns, *tensors: Tensor):
+        ctx.predictions, ctx.readings, ctx.columns = predictions, readings, columns
         ctx.save_for_backward(*tensors)
         ctx.context = _Context(tensors[0].device, predictions.dropout)
         ctx.set_materialize_grads(False)
-        outputs = predictions._concatenated(function, columns)
+        outputs = predictions._concatenated(readings, columns)
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return outputs
 
@@ -228,8 +266,12 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), ctx.context.again():
             for chunk in predictions.chunks():
                 leaves = gradients.leaves(chunk, inputs)
-                outputs = predictions.apply(ctx.function, ctx.columns, chunk, leaves)
-                gradients.add(chunk, outputs, [g if g is None else g[chunk] for g in cotangents], leaves, parameters)
+                logits = predictions.head(*leaves)
+                columns = [column[chunk] for column in ctx.columns]
+                own = [g if g is None else g[chunk] for g in cotangents]
+                with torch.autocast(logits.device.type, enabled=False):
+                    pairs = [pair for reading in ctx.readings for pair in reading.again(logits, columns, own)]
+                gradients.add(chunk, pairs, leaves, parameters)
         return None, None, None, *gradients.values
 
 
@@ -243,8 +285,10 @@ class _Summed(torch.autograd.Function):
         with torch.enable_grad():
             for chunk in predictions.chunks():
                 leaves = gradients.leaves(chunk, inputs)
-                value = predictions.apply(function, columns, chunk, leaves).sum()
-                gradients.add(chunk, [value], [torch.ones_like(value)], leaves, parameters)
+                logits = predictions.head(*leaves)
+                with torch.autocast(logits.device.type, enabled=False):
+                    value = function(logits, *(column[chunk] for column in columns)).sum()
+                gradients.add(chunk, [(value, torch.ones_like(value))], leaves, parameters)
                 total = total + value.detach()
         ctx.wanted = gradients.wanted
         ctx.save_for_backward(*(x for x in gradients.values if x is not None))
@@ -304,6 +348,8 @@ def predict(model: nn.Module, base: nn.Module, batch, chunk_size: int | None = N
         positions=torch.arange(L, device=batch.x_t.device).expand(B, L),
         return_dict=True,
     ).hidden_states
+    if isinstance(model, FSDPModule):
+        model.unshard()  # the head is still to run, and its weights are the root's
     inputs = hidden[batch.predicted], c[:, None].expand(-1, L, -1)[batch.predicted]
     modules = [base.get_submodule(name) for name in getattr(base, "head_names", ["backbone.output_layer"])]
     return Predictions(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..hub.denoiser_tokendrift import draw
 from .lift import entropy_of, probabilities
@@ -42,10 +45,36 @@ def draw_tokens(
     return ids
 
 
-def log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    """log softmax(logits) of ids: ``[n, V]`` and ``[n, K]`` -> ``[n, K]``, from the log-normaliser alone."""
-    ell = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return ell.gather(1, ids) - ell.logsumexp(-1, keepdim=True)
+def log_probs(logits: Tensor, ids: Tensor, without: int | None = None) -> Tensor:
+    """log softmax(logits) of ids: ``[n, V]`` and ``[n, K]`` -> ``[n, K]``, from the log-normaliser alone.
+
+    Args:
+        without: an id that has no probability whatever its logit, and is not asked for. None: there is none.
+    """
+    return _LogProbs.apply(logits, ids, without)
+
+
+class _LogProbs(torch.autograd.Function):
+    """In as few passes over the logits as it takes. Beside them nothing of their size is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, without: int | None) -> Tensor:
+        ell = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        parts = [ell] if without is None else [ell[:, :without], ell[:, without + 1 :]]
+        log_z = torch.stack([part.logsumexp(-1) for part in parts if part.shape[1]]).logsumexp(0)[:, None]
+        ctx.save_for_backward(logits, ids, log_z)
+        ctx.without = without
+        return ell.gather(1, ids) - log_z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids, log_z = ctx.saved_tensors
+        gradient = (logits.to(log_z.dtype) - log_z).exp_()
+        if ctx.without is not None:
+            gradient[:, ctx.without] = 0
+        gradient.mul_(-cotangent.sum(-1, keepdim=True)).scatter_add_(1, ids, cotangent)
+        return gradient.to(logits.dtype), None, None
 
 
 def token_log_probs(
