@@ -24,6 +24,7 @@ from ..evaluation.report import PLOT, write_report
 from ..extras import need
 from ..files import read_json, write_json
 from ..lock import LOCK, locked_by_first
+from ..models.compiled import compile_blocks
 from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
@@ -261,6 +262,8 @@ class Run:
         """Sample and score the base and every trained model."""
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
         config, sampling = self.main.config, self.recipe.sampling
+        if config.torch_compile:
+            compile_blocks(*models.values(), backend=config.torch_compile_backend, mode=config.torch_compile_mode)
         harness = Harness(
             {label: model.to(config.device) for label, model in models.items()},
             self.tokenizer,

@@ -1,9 +1,15 @@
-"""Models without the wrappers of torch.compile."""
+"""torch.compile: models without its wrappers, and blocks that are compiled in place."""
 
 from __future__ import annotations
 
+import logging
+
 from accelerate.utils import is_compiled_module
 from torch import nn
+
+from .lora import base_of
+
+logger = logging.getLogger(__name__)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -18,3 +24,27 @@ def uncompiled(model: nn.Module) -> nn.Module:
             if is_compiled_module(child) and not is_compiled_module(parent):
                 setattr(parent, name, child._orig_mod)
     return model._orig_mod if is_compiled_module(model) else model
+
+
+def compile_blocks(*models: nn.Module | None, backend: str = "inductor", mode: str | None = None) -> None:
+    """Let torch compile every block of the models when it first runs: one small graph that all blocks share.
+
+    It happens in place (`nn.Module.compile`), so weights keep their names, FSDP2's hooks keep working, and what is
+    saved is a plain model. accelerate's `compile_regions` builds another model, whose hidden states and head would be
+    out of reach.
+
+    Args:
+        models: of this package, also with adapters or as custom code. None and others are left as they are.
+        backend: of `torch.compile`.
+        mode: likewise.
+    """
+    for model in models:
+        base = None if model is None else base_of(model)
+        blocks = getattr(base, "blocks", None) or getattr(getattr(base, "backbone", None), "blocks", ())
+        for block in blocks:
+            block.compile(backend=backend, mode=mode)
+    logger.warning(
+        "torch_compile: the blocks are compiled (%s) while they first run. That first step takes up to some minutes "
+        "longer, and so does the first one of another length.",
+        backend,
+    )

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_utils import has_length
 
 from ..data.collators import CleanCollator
 from ..hub.process_tokendrift import stratified_times
-from ..models.compiled import uncompiled
+from ..models.compiled import compile_blocks, uncompiled
 from ..models.digest import weights_digest
 from ..models.loading import load_encoder
 from ..models.lora import add_adapters, base_of, hide_local_base, set_task_type
@@ -101,7 +100,8 @@ class DriftTrainer(ResumableTrainer):
             self.encoder.check_vocabulary(self.process.vocab_size)
             args.feature_layers = list(self.encoder.layers)  # the card and a resumed run name what was used
         kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, base.longest, self.process.mask_id))
-        super().__init__(model=model, args=args, **kwargs)
+        with temporarily(args, torch_compile_backend=None):  # accelerate would compile the model as a whole
+            super().__init__(model=model, args=args, **kwargs)
         # After the Trainer has read the launch: only now the device and FSDP are known.
         if self.is_fsdp_enabled:
             refuse_shared_weights(model)
@@ -110,6 +110,7 @@ class DriftTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = False  # what loss_is_scaled_for_ga says to transformers before 5.24
         if self.encoder is not None:
             self.encoder.to(self.args.device)
+        _compile(model, self.encoder, args)
         self.train_objective = make_objective(args, self.encoder)
         self.monitor = self._make_monitor()
         self.card = self._make_card()
@@ -168,10 +169,7 @@ class DriftTrainer(ResumableTrainer):
         return sum_over_processes(self.accelerator, torch.stack(tokens).sum()) if tokens else None
 
     def _predict(self, model, batch: CorruptedBatch) -> Predictions:
-        predictions = predict(model, base_of(self.accelerator.unwrap_model(model)), batch)
-        if isinstance(model, FSDPModule):
-            model.unshard()  # the head is still to run, and its weights are the root's
-        return predictions
+        return predict(model, base_of(self.accelerator.unwrap_model(model)), batch)
 
     # Training
 
@@ -259,8 +257,7 @@ class DriftTrainer(ResumableTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The NELBO of a batch, with noise that depends on the rows' places in the data set alone.
 
-        Nothing is returned, since what the Trainer would do with it is a collective of all processes. The logits of
-        some positions are there at a time, so memory hardly grows with the batch.
+        Nothing is returned, since what the Trainer would do with it is a collective of all processes.
         """
         inputs = self._prepare_inputs(inputs)
         numbers = inputs.pop(ROW_NUMBER).tolist()
@@ -330,6 +327,12 @@ def _frozen_encoder(encoder, model, args: DriftConfig, base_features: Tensor | N
 def _encoder_settings(args: DriftConfig) -> dict:
     layers = args.feature_layers or OBJECTIVES[args.objective].default_layers
     return {"layers": layers, "timestep": args.encoder_timestep}
+
+
+def _compile(model, encoder: FrozenEncoder | None, args: DriftConfig) -> None:
+    if args.torch_compile:
+        frozen = None if encoder is None else encoder.model
+        compile_blocks(model, frozen, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def _needs_encoder(args: DriftConfig) -> bool:

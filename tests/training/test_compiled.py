@@ -1,0 +1,72 @@
+"""torch_compile: true compiles the blocks in place: the same training, evaluation, sampling and files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_model
+from toys import assert_same, logged, make_trainer, toy_rows, weights_of
+
+from tokendrift_hf import MDLMForMaskedLM
+from tokendrift_hf.models.compiled import compile_blocks
+
+
+@pytest.fixture
+def graphs():
+    """The graphs that torch has compiled since the test began, by a backend of this name that runs them as they are."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch._dynamo.register_backend(backend, name="counting")
+    yield compiled
+    torch._dynamo.reset()
+    torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
+
+
+@pytest.mark.parametrize("fields", [{}, {"objective": "mirror_kl", "learning_rate": 0.1}], ids=["feature", "mirror"])
+def test_a_compiled_run_is_the_plain_one(fields, graphs, tmp_path):
+    plain = make_trainer(tmp_path / "plain", **fields)
+    compiled = make_trainer(tmp_path / "compiled", torch_compile=True, torch_compile_backend="counting", **fields)
+    for trainer in (plain, compiled):
+        trainer.train()
+    assert graphs
+    assert_same(weights_of(compiled.model), weights_of(plain.model), rtol=0, atol=1e-6)
+    assert logged(compiled) == pytest.approx(logged(plain), rel=1e-5)
+    assert compiled.evaluate(toy_rows(4))["eval_loss"] == pytest.approx(
+        plain.evaluate(toy_rows(4))["eval_loss"], rel=1e-5
+    )
+
+
+def test_blocks_of_model_and_encoder_are_compiled_and_nothing_else(graphs, tmp_path):
+    trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="counting")
+    for model in (trainer.model, trainer.encoder.model):
+        compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+        assert compiled == {f"backbone.blocks.{i}" for i in range(len(model.backbone.blocks))}
+    assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
+
+
+def test_the_delay_of_the_first_step_is_announced(graphs, tmp_path, caplog):
+    make_trainer(tmp_path, torch_compile=True, torch_compile_backend="counting")
+    assert "the blocks are compiled (counting) while they first run" in caplog.text
+
+
+def test_what_a_compiled_run_saves_is_a_plain_model(graphs, tmp_path):
+    trainer = make_trainer(tmp_path / "run", torch_compile=True, torch_compile_backend="counting")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert_same(
+        weights_of(MDLMForMaskedLM.from_pretrained(tmp_path / "saved")), weights_of(trainer.model), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_compiled_sampling_draws_the_same_tokens(kind, graphs):
+    model = tiny_model(kind)
+    plain = model.generate(num_samples=2, num_steps=4, seed=0)
+    compile_blocks(model, backend="counting")
+    assert torch.equal(model.generate(num_samples=2, num_steps=4, seed=0), plain)
+    assert graphs
