@@ -69,11 +69,11 @@ def train(model, rows, validation, folder: str, steps: int, options, **fields) -
     return [(0, before)] + [(x["step"], x["eval_loss"]) for x in trainer.state.log_history if "eval_loss" in x]
 
 
-def score(model, metric) -> dict[str, list[float]]:
-    """Steps -> Gen.-PPL and entropy of 64 samples."""
+def score(model, metric, num_samples: int) -> dict[str, list[float]]:
+    """Steps -> Gen.-PPL and entropy of samples."""
     results = {}
     for num_steps in (4, 16):
-        ids = model.generate(num_samples=64, num_steps=num_steps, seed=0)
+        ids = model.generate(num_samples=num_samples, num_steps=num_steps, seed=0)
         record = metric.compute(predictions=ids.tolist())
         results[num_steps] = [round(record["gen_ppl"], 1), round(record["entropy"], 3)]
     return results
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--objective", default="feature")
+    parser.add_argument("--samples", type=int, default=64, help="to be scored; 0: none")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "tokenizer")
     rows, validation = (
@@ -103,14 +104,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             fields = {"objective": "none", "base_loss_weight": 1.0, "learning_rate": 1e-3, "warmup_steps": 50}
             report["nelbo"] = train(model, rows, validation, folder, options.steps, options, **fields)
-            report["samples"] = score(model, metric)
+            if options.samples:
+                report["samples"] = score(model, metric, options.samples)
             if options.refine_steps:
                 fields = {"objective": options.objective, "base_loss_weight": 0.1, "learning_rate": 3e-5}
                 fields |= {"feature_pooling": "tokens", "feature_layers": [options.blocks // 2], "warmup_steps": 10}
                 report["nelbo_refined"] = train(
                     model, rows, validation, folder, options.refine_steps, options, **fields
                 )[-1][1]
-                report["samples_refined"] = score(model, metric)
+                if options.samples:
+                    report["samples_refined"] = score(model, metric, options.samples)
         print(json.dumps(report), flush=True)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 
 import pytest
+from stand_ins import decoder, text_rows, tiny_tokenizer
 
 from tokendrift_hf.cli import main
 from tokendrift_hf.cli.recipe import read_recipe
@@ -70,3 +74,50 @@ def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):
     assert "A push would upload to hub_model_id, which is not set,:" in output
     assert " bytes  model.safetensors" in output
     assert "checkpoint-" not in output
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+
+import peft
+import torch
+
+from tokendrift_hf.cli.measure import peak_memory
+from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.cli.rehearsal import rehearse
+from tokendrift_hf.cli.run import Run, refine
+
+cpu, recipe = torch.device("cpu"), read_recipe(Path(sys.argv[1]), {})
+libraries = peak_memory(cpu)
+if sys.argv[2] == "rehearse":
+    peak = rehearse(Run.open(*recipe))["peak_memory"]
+else:
+    refine(*recipe)
+    peak = peak_memory(cpu)
+print(json.dumps([libraries, peak]))
+"""
+
+
+def test_training_takes_the_memory_that_was_announced(tmp_path):
+    """To 10 %, without the libraries', in processes of their own: LoRA with the base as encoder, five steps."""
+    sizes = {"vocab_size": 20_000, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 64}
+    decoder("qwen2", **sizes).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    texts = [" ".join(f"w{i}" for i in row["input_ids"][1:-1]) for row in text_rows(100, 64)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {tmp_path / 'model'}\ndataset: {tmp_path / 'corpus.jsonl'}\noutput_dir: {tmp_path / 'out'}\n"
+        "block_size: 64\nper_device_train_batch_size: 8\nmax_steps: 5\nlora: {targets: attention}\nencoder: base\n"
+        "use_cpu: true\ndisable_tqdm: true\njudge: null\n"
+    )
+    taken = []
+    for task in ("rehearse", "train"):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / "recipe.yaml"), task]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        libraries, peak = json.loads(done.stdout.splitlines()[-1])
+        taken.append(peak - libraries)
+    announced, measured = taken
+    assert measured > 2**26, "so much that a part of the training would be noticed if it were missing"
+    assert announced == pytest.approx(measured, rel=0.1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,9 @@ def peak_memory(device: torch.device) -> int:
     backend = torch.get_device_module(device)  # torch.accelerator counts memory from torch 2.9 on alone
     if hasattr(backend, "max_memory_allocated"):
         return backend.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux, where getrusage counts the memory of the process that started this one as well
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
