@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 
@@ -79,6 +80,28 @@ def test_a_failure_is_logged_and_not_shown(page, monkeypatch, caplog):
     shown = state(page, write(page))
     assert shown["status"] == FAILED and shown["start"]
     assert "details" in caplog.text
+
+
+def test_a_model_that_fails_in_the_middle_ends_both_columns(page, monkeypatch):
+    """What it has written stays, no thread is left behind, and the next request is written as ever."""
+    model, calls, before = page.columns.models[REFINED], [], threading.active_count()
+    forward = model.forward
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", failing)
+    updates = write(page, steps=8)
+    shown = state(page, updates)
+    assert shown["status"] == FAILED and shown["start"] and not shown["stop"] and not shown["match"]
+    assert any(page.shown[REFINED] in update for update in updates), "drafts"
+    assert not any(page.last in update for update in updates), "nothing to match"
+    assert threading.active_count() == before
+    monkeypatch.undo()
+    assert state(page, write(page))["status"] == "Done."
 
 
 def test_what_was_written_is_the_next_steps_state_and_no_attribute_of_the_page(page):
