@@ -98,6 +98,7 @@ def test_a_run_reports_accuracy_beside_tokens_per_forward(files, tmp_path, capsy
     write_tasks(tmp_path)
     words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
     words += ["--tasks", "tiny_choice", "tiny_free", "--task_folder", str(tmp_path), "--task_limit", "2"]
+    words += ["--task_shots", "0"]
     assert main([*words, "--num_steps", "1", "2"]) == 0
     records = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
     assert [(x["model"], x["num_steps"]) for x in records] == [

@@ -124,6 +124,15 @@ def test_answers_are_those_of_generate_and_end_at_the_wished_string():
     assert 0 < harness.tokens_per_forward <= 6
 
 
+def test_an_answer_leaves_half_of_the_length_to_its_context_and_a_cut_is_said(caplog):
+    harness = DiffusionLM(qwen(), tiny_tokenizer(), num_steps=1)
+    wishes = {"until": [], "max_gen_toks": 100}
+    (answer,) = harness.generate_until(asked("generate_until", (" ".join(["w5"] * 9), wishes)))
+    assert 0 < len(answer.split()) <= harness.model.longest // 2
+    message = "A context of 9 tokens loses its beginning: with 8 for the answer, the model takes 7."
+    assert message in [record.getMessage() for record in caplog.records]
+
+
 @pytest.mark.parametrize("fields", [{"num_draws": 0}, {"batch_size": 2.5}, {"max_new_tokens": -1}])
 def test_impossible_settings_are_refused(fields):
     with pytest.raises(ValueError, match="it must be a whole number of at least 1"):

@@ -145,6 +145,7 @@ class Recipe:
         metadata={"help": "Tasks of lm-evaluation-harness for every model, at every num_steps (extra: tasks)."},
     )
     task_limit: int | None = field(default=None, metadata={"help": "Documents of each task; default: all."})
+    task_shots: int | None = field(default=None, metadata={"help": "Examples in each prompt; default: the task's."})
     task_folder: str | None = field(default=None, metadata={"help": "Folder with tasks of your own."})
     judge: str | None = field(default=None, metadata={"help": "Model that scores samples; null: no evaluation."})
     match_entropy: list[str] | None = field(
@@ -180,6 +181,8 @@ class Recipe:
             )
         if self.task_limit is not None and self.task_limit < 1:
             raise ValueError(f"task_limit={self.task_limit}: it must be at least 1.")
+        if self.task_shots is not None and self.task_shots < 0:
+            raise ValueError(f"task_shots={self.task_shots}: it must be at least 0.")
         if self.tasks and find_spec("lm_eval") is None:
             raise ValueError('tasks need lm-evaluation-harness: pip install "tokendrift-hf[tasks]".')
         if self.block_size is not None and self.block_size < 4:

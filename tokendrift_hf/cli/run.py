@@ -283,7 +283,7 @@ class Run:
         from ..evaluation.lm_harness import DiffusionLM, evaluate_tasks
 
         recipe, config, records = self.recipe, self.main.config, []
-        options = {"task_manager": self.task_index, "limit": recipe.task_limit}
+        options = {"task_manager": self.task_index, "limit": recipe.task_limit, "num_fewshot": recipe.task_shots}
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
         for label, model in models.items():
             for num_steps in recipe.sampling.num_steps:

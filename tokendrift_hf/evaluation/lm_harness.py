@@ -8,6 +8,7 @@ Needs the extra `tasks` (lm_eval), so nothing imports this module before tasks a
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from ..objective.corruption import corrupt
 from ..objective.nelbo import row_nelbo
 from ..objective.noise import EVALUATE, SMALLEST_TIME, Noise, row_noise
 
+logger = logging.getLogger(__name__)
+
 
 class DiffusionLM(LM):
     """A diffusion language model as lm-evaluation-harness asks it.
@@ -43,7 +46,8 @@ class DiffusionLM(LM):
         num_draws: draws of x_t for every likelihood, whose shares of noise are stratified.
         seed: of that noise, and of the samples. A request's noise depends on its place among the requests alone.
         batch_size: rows at a time.
-        max_new_tokens: of an answer, where the task does not say it.
+        max_new_tokens: of an answer, where the task does not say it. An answer takes at most half of the model's
+            length, and a context that does not fit into the rest loses its beginning, with a warning.
         settings: of `generate()`: num_steps, sampler, temperature, block_length, ...
 
     Attributes:
@@ -203,7 +207,7 @@ class DiffusionLM(LM):
 
     def _length(self, wishes: dict) -> int:
         wanted = wishes.get("max_gen_toks") or wishes.get("max_new_tokens") or self.max_new_tokens
-        return min(int(wanted), self.model.longest - 2)
+        return min(int(wanted), self.model.longest // 2)
 
     def _temperature(self, wishes: dict) -> float | None:
         """Our own setting first, then the task's. do_sample: false is greedy, as in transformers."""
@@ -213,7 +217,14 @@ class DiffusionLM(LM):
 
     def _answers(self, contexts: list[str], length: int, temperature: float | None, places: list[int]) -> list[str]:
         room = self.model.longest - length - 1
-        rows = [torch.tensor([self.first, *self._ids(context)[-room:]]) for context in contexts]
+        ids = [self._ids(context) for context in contexts]
+        longest = max(map(len, ids))
+        if longest > room:
+            logger.warning(
+                f"A context of {longest} tokens loses its beginning: with {length} for the answer, the model takes "
+                f"{room}."
+            )
+        rows = [torch.tensor([self.first, *context[-room:]]) for context in ids]
         settings = self.settings | ({} if temperature is None else {"temperature": float(temperature)})
         output = self.model.generate(
             pad_sequence(rows, batch_first=True),
