@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from tokendrift_hf.cli.recipe import read_recipe
 from tokendrift_hf.cli.rehearsal import rehearse
 from tokendrift_hf.cli.run import Run
 from tokendrift_hf.training.drift_trainer import DriftTrainer
+from tokendrift_hf.training.stopping import STOPPED
 
 RECIPE = """
 model: base
@@ -62,6 +65,21 @@ def test_the_time_of_a_step_is_measured_with_all_its_micro_batches(recipe, tmp_p
     assert " for 600 steps, without evaluations" in output
     assert f"Peak memory of the process: {measured['peak_memory'] / 2**30:.2f} GiB." in output
     assert measured["peak_memory"] > 2**27
+
+
+def test_a_rehearsal_that_is_stopped_promises_no_checkpoint(recipe, tmp_path, monkeypatch, capsys):
+    plain = DriftTrainer.compute_loss
+
+    def stopped(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DriftTrainer, "compute_loss", stopped)
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path / "out"), "--dry-run"]) == STOPPED
+    error = capsys.readouterr().err
+    assert "The rehearsal was stopped. It leaves nothing." in error
+    assert "--resume" not in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):

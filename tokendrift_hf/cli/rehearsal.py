@@ -13,6 +13,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from ..publishing.upload import files_to_publish
+from ..training.stopping import TrainingStopped
 from .measure import GIB, duration, peak_memory, reset_peak_memory
 from .plan import Training
 from .run import Run
@@ -42,13 +43,19 @@ def rehearse(run: Run) -> dict:
 
     Returns:
         `seconds_a_step` and `peak_memory` in bytes, both measured, and `files`: name -> size of what a push uploads.
+
+    Raises:
+        TrainingStopped: a signal asked for it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         training, share = _shortened(run.main, Path(scratch))
         trainer, clock = run.build_trainer(training), StepClock()
         trainer.add_callback(clock)
         reset_peak_memory(training.config.device)
-        trainer.train()
+        try:
+            trainer.train()
+        except TrainingStopped as stop:  # whose message names a checkpoint that goes with this folder
+            raise TrainingStopped("The rehearsal was stopped. It leaves nothing.") from stop
         trainer.save_model()
         run.write_settings(training)
         files = files_to_publish(training.folder)

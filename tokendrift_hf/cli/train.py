@@ -69,14 +69,15 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("tokendrift_hf").setLevel(logging.INFO)  # what packing dropped, which checkpoint is resumed, ...
     pushed = {} if options.push_to_hub is None else {"push_to_hub": options.push_to_hub}
     recipe, arguments = read_recipe(options.recipe, field_flags(options.rest) | pushed)
-    if options.dry_run:
-        rehearse(Run.open(recipe, arguments, resume=options.resume))
-        return 0
+    again = "Begin it anew." if options.dry_run else "The same command with --resume goes on."
     try:
         with ended_by_signals():
-            refine(recipe, arguments, resume=options.resume)
+            if options.dry_run:
+                rehearse(Run.open(recipe, arguments, resume=options.resume))
+            else:
+                refine(recipe, arguments, resume=options.resume)
     except TrainingStopped as stop:
-        print(f"tokendrift train: {stop} The same command with --resume goes on.", file=sys.stderr)
+        print(f"tokendrift train: {stop} {again}", file=sys.stderr)
         return stop.code
     return 0
 
