@@ -74,6 +74,7 @@ def test_listening_for_everyone_is_said(text_files, visit, capsys):
         (["BASE", "--judge", "nowhere"], "The judge 'nowhere' cannot be loaded"),
         (["BASE", "--results", "nowhere.json"], "nowhere.json cannot be read as results"),
         (["BASE", "--max-samples", "0"], "num_samples is 0"),
+        (["BASE", "--port", "70000"], "port=70000: it must be from 1 to 65535"),
         (["BASE", "--dry-run"], "Give --space DIR as well"),
         (["--space", "here"], r"Name it: tokendrift demo OWNER/MODEL \[OWNER/BASE\] --space DIR"),
         (["BASE", "--space", "here"], "a local path. A Space loads from the hub"),

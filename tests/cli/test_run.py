@@ -13,6 +13,7 @@ from conftest import run_python
 
 from tokendrift_hf import lock
 from tokendrift_hf.cli import main
+from tokendrift_hf.cli.run import _history
 from tokendrift_hf.training.drift_trainer import DriftTrainer
 
 RECIPE = """
@@ -225,3 +226,21 @@ def test_the_loss_of_the_base_is_measured_once_for_all_trainings(recipe, tmp_pat
     assert len(calls) == 3  # the base, and what each of the two trainings left
     histories = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("*/training.json")]
     assert len({history["eval_loss_before"] for history in histories}) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"card": ',
+        '{"card": "x", "log_history": []}',
+        '{"card": {"kind": "full", "model_class": "X", "evil": 1}, "log_history": []}',
+        '{"card": {"kind": "full", "model_class": "X"}, "log_history": 3}',
+    ],
+)
+def test_a_damaged_history_is_named_before_the_evaluation(content, tmp_path):
+    path = tmp_path / "training.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="training.json (cannot be read|holds|is not what a finished training leaves)"):
+        _history(path)

@@ -54,7 +54,15 @@ def test_what_must_be_known_about_the_plot_is_said(evaluation):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "no json", "{}", '{"rows": [{"model": "base"}], "curve": [], "records": [], "real_text": null}']
+    "content",
+    [
+        None,
+        "no json",
+        "{}",
+        "[" * 100_000,
+        '{"rows": [{"model": "base"}], "curve": [], "records": [], "real_text": null}',
+    ],
+    ids=lambda content: str(content)[:20],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, content):
     if content is not None:

@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.dry_run and options.space is None:
         raise ValueError("--dry-run lists the files of a Space. Give --space DIR as well.")
+    if options.port is not None and not 0 < options.port < 2**16:
+        raise ValueError(f"port={options.port}: it must be from 1 to {2**16 - 1}.")
     shown = {name: getattr(options, name) for name in ("judge", "results", "tokenizer", "max_samples", "max_length")}
     if options.space is not None:
         return _write_space(options, shown)

@@ -203,7 +203,7 @@ class Run:
                     f"{changed}. Name another --output_dir, or remove {training.folder} to have it made anew."
                 )
             if (training.folder / HISTORY).is_file():
-                return read_json(training.folder / HISTORY)
+                return _history(training.folder / HISTORY)
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
             print(self.describe(training, trainer), flush=True)
@@ -322,6 +322,18 @@ def _refuse_other_content(folder: Path, resume: bool) -> None:
             f"output_dir={folder} holds something else than a run of tokendrift train: there is nothing to resume, "
             "and nothing is overwritten. Name another --output_dir."
         )
+
+
+def _history(path: Path) -> dict:
+    """What a finished training left. Raises ValueError if that is damaged."""
+    history = read_json(path)
+    card = history.get("card")
+    known = isinstance(card, dict) and {"kind", "model_class"} <= card.keys() <= {f.name for f in fields(Card)}
+    if not known or not isinstance(history.get("log_history"), list):
+        raise ValueError(
+            f"{path} is not what a finished training leaves. Remove it: --resume goes on from the newest checkpoint."
+        )
+    return history
 
 
 def _is_settings(path: Path) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluation.comparison import ResultRow
 from ..evaluation.report import add_legend, draw_frontier
+from ..files import read_json
 from .columns import BASE, Column
 from .request import Request
 
@@ -38,11 +38,11 @@ def read_results(path: Path) -> Results:
         ValueError: no such file, or a file of another kind or of another version.
     """
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_json(path)
         rows, curve = ([ResultRow(**row) for row in results[name]] for name in ("rows", "curve"))
         judges = {record["judge_revision"] or record["judge_id"] for record in results["records"]}
         return Results(rows, curve, results["real_text"], judges)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read as results ({type(error).__name__}: {error}). Name a {RESULTS} that this version "
             "of tokendrift train or evaluate wrote."

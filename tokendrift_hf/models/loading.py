@@ -87,12 +87,18 @@ def _config_of(name: str, revision: str | None = None) -> dict:
         ValueError: there is no such folder or repository, or config.json is damaged.
     """
     path = Path(name, "config.json")
-    if path.is_file():
-        return read_json(path)
     try:
-        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+        found = None if path.is_file() else PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two where it is JSON of another shape
         raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
+    found = read_json(path) if found is None else found
+    for field in ("_attn_implementation", "attn_implementation"):
+        if "/" in str(found.get(field)):  # a repository of kernels: transformers would fetch and run it
+            raise ValueError(
+                f"config.json of {name!r} names code of the hub as its attention ({field}: {str(found[field])[:60]}), "
+                "which is not run unasked. Remove the field."
+            )
+    return found
 
 
 def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
@@ -104,6 +110,17 @@ def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
             f"The weights in {name!r} cannot be read: they are damaged, or hold more than tensors ({reason}). Save "
             "them as safetensors, or give their file to `tokendrift convert`."
         ) from error
+    except (ValueError, OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever a library meets in a file of another shape
+        raise ValueError(
+            f"The files in {name!r} cannot be read ({_brief(error)}). config.json, the index of the weights, or the "
+            "weights are damaged or made for something else. Copy them again."
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def load_encoder(name: str | os.PathLike) -> PreTrainedModel:
@@ -141,6 +158,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         config = {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (ImportError, MemoryError):
+        raise
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -148,6 +167,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
                 "trust_remote_code: true (--trust-remote-code), or name another with the field or flag tokenizer."
             ) from error
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.") from error
+    except Exception as error:  # whatever a library meets in files of another shape
+        raise ValueError(
+            f"The tokenizer in {name!r} cannot be read ({_brief(error)}). tokenizer.json or tokenizer_config.json is "
+            "damaged. Copy them again, or name another with the field or flag tokenizer."
+        ) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.")

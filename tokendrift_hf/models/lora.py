@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +156,14 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     from peft import PeftModel
 
     # With it older versions of peft import whatever module the file names as megatron_core.
-    if read_json(Path(folder, ADAPTER_CONFIG)).get("megatron_config"):
+    fields = read_json(Path(folder, ADAPTER_CONFIG))
+    if fields.get("megatron_config"):
         raise ValueError(f"{Path(folder, ADAPTER_CONFIG)} asks for Megatron layers, which these models do not have.")
+    if isinstance(fields.get("lora_alpha"), float) and not math.isfinite(fields["lora_alpha"]):
+        raise ValueError(f"{Path(folder, ADAPTER_CONFIG)} has lora_alpha={fields['lora_alpha']}: no weight survives.")
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload().requires_grad_(True)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever a library meets in files of another shape
         raise ValueError(f"The adapters in {folder} do not fit {type(base).__name__} ({error}).") from error
