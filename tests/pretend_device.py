@@ -11,6 +11,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE, CPU = torch.device("mps"), torch.device("cpu")
 
 
+WAITING = [getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")]
+WAITING += [getattr(torch.Tensor, name) for name in ("cpu", "numpy", "nonzero", "masked_select", "equal", "unique")]
+WAITING += [torch.nonzero, torch.masked_select, torch.equal, torch.unique]
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def _waits(function, args: tuple) -> bool:
+    """Whether a function has to know a value or a size that only the device knows."""
+    if function in INDEXING:  # by a mask, whose number of ones is the size
+        return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1]))
+    return function in WAITING
+
+
 def is_there(x) -> bool:
     return isinstance(x, torch.Tensor) and getattr(x, "_pretends", False)
 
@@ -21,11 +34,12 @@ class PretendDevice(TorchFunctionMode):
     Attributes:
         count: how many results of torch's functions have been there.
         doubles: where float64 tensors came to be there: the end of the stack, each.
+        waits: where the host would have waited for the device to learn a value or a size: likewise.
     """
 
     def __init__(self):
         super().__init__()
-        self.count, self.doubles = 0, []
+        self.count, self.doubles, self.waits = 0, [], []
 
     def put(self, *things) -> None:
         """Put tensors, or all parameters and buffers of modules, on the device."""
@@ -44,6 +58,8 @@ class PretendDevice(TorchFunctionMode):
         there = any(map(is_there, leaves))
         if function is torch.Tensor.cpu:
             there = False
+        if there and _waits(function, args):
+            self.waits.append("".join(traceback.format_stack(limit=6)[:-1]))
         named = [x for x in leaves if isinstance(x, torch.device)]
         if named:
             there = named[0] == DEVICE

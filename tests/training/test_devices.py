@@ -46,6 +46,24 @@ def test_training_sends_no_float64(name, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "mmd"])
+def test_the_host_waits_for_the_device_twice_a_step(name, kind, tmp_path):
+    """To learn how many positions are predicted, and whether the loss is finite before anything is pushed."""
+    trainer = make_trainer(tmp_path, model=tiny_model(kind), **{"base_loss_weight": 0.5} | OBJECTIVES[name])
+    with PretendDevice() as device:
+        ids = padded_batch()["input_ids"]
+        device.put(trainer.model, ids)
+        if trainer.encoder is not None:
+            device.put(trainer.encoder.model)
+        trainer.compute_loss(trainer.model, {"input_ids": ids}).backward()
+        device.waits.clear()  # the second time with full queues
+        trainer.compute_loss(trainer.model, {"input_ids": ids}).backward()
+    assert len(device.waits) == 2, "".join(device.waits)
+    assert "nonzero" in device.waits[0]
+    assert "isfinite" in device.waits[1]
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
 def test_evaluation_sends_no_float64(kind, tmp_path):
     trainer = make_trainer(tmp_path, model=tiny_model(kind))
     batch = padded_batch() | {"row_number": torch.arange(4)}

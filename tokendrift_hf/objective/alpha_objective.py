@@ -42,11 +42,11 @@ class AlphaObjective:
         """The loss of a micro-batch, called as `DriftObjective` is."""
         processes, predicted = processes or OneProcess(), batch.predicted
         predictions = Predictions.of(logits, predicted)
-        log_p = token_log_probs(predictions, predicted, batch.x_0[predicted][:, None]).squeeze(1)
+        log_p = token_log_probs(predictions, predicted, predictions.at(batch.x_0)[:, None]).squeeze(1)
         window = window_of(predicted, self.config.alpha_window)
         losses, s = power_loss(log_p, window, self.config.alpha_power)
         # A token's part in the mean over the positions of its row.
-        per_row = predicted.sum(1, keepdim=True).expand_as(predicted)[predicted]
+        per_row = predictions.at(predicted.sum(1, keepdim=True).expand_as(predicted))
         num_rows = processes.sum(predicted.any(1).sum()).clamp_min(1)
         weight = torch.exp(self.config.alpha_power * s.detach())
         return (losses / per_row).sum() / num_rows, {

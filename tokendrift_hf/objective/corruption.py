@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class CorruptedBatch:
     predicted: Tensor
     attention_mask: Tensor | None
     noise: Noise
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """``[N]``: where the predicted positions lie in the flattened batch. The host waits for the device, once."""
+        return self.predicted.flatten().nonzero().squeeze(1)
+
+    def at_predicted(self, x: Tensor) -> Tensor:
+        """The entries ``[N, ...]`` of a tensor ``[B, L, ...]`` at the predicted positions."""
+        return x.flatten(0, 1).index_select(0, self.positions)
 
 
 def corrupt(

@@ -92,12 +92,14 @@ class DriftObjective:
         if config.gather_features:
             features, own = processes.gather(torch.cat([h.detach(), u], dim=1), len(h) // len(predicted))
             all_h, all_u = features.chunk(2, dim=1)
-        # A row of padding alone has no feature but zeros: it is no anchor and no reference.
-        present = (all_u != 0).any(dim=1)
-        current_h, current_u = all_h[present], all_u[present]
         # Lines 6 and 7: the field at every anchor, with references from the queues as well.
-        V = torch.zeros_like(all_h)
-        V[present], statistics = self._field(current_h, current_u)
+        current_h, current_u = all_h, all_u
+        if batch.attention_mask is None and processes.share == 1:
+            V, statistics = self._field(all_h, all_u)
+        else:  # a row of padding alone has no feature but zeros: it is no anchor and no reference
+            present = (all_u != 0).any(dim=1).nonzero().squeeze(1)
+            current_h, current_u, V = all_h[present], all_u[present], torch.zeros_like(all_h)
+            V[present], statistics = self._field(current_h, current_u)
         V = V[own.start : own.stop]
         # Lines 8 and 9: targets along the field, and the loss; or the mirror teacher of section 3.4.
         loss, of_loss = self._loss(predictions, h, V, processes)
@@ -110,8 +112,9 @@ class DriftObjective:
         """Push the features of the last call into the queues: call it once that loss has turned out finite."""
         if self._to_push is not None:
             real, generated = self._to_push
-            self.real_queue.push(real)
-            self.generated_queue.push(generated)
+            # Of a finite loss they are finite, so no check has to wait for the device.
+            self.real_queue.push(real, checked=True)
+            self.generated_queue.push(generated, checked=True)
             self._to_push = None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -128,9 +131,11 @@ class DriftObjective:
         """``[B, S]``, where the encoder's features are taken. None: one feature a row, the mean."""
         if self.config.feature_pooling == "mean":
             return None
-        lengths = batch.exists.sum(1)
-        shortest = processes.min(lengths.masked_fill(lengths == 0, batch.exists.shape[1]).min())
-        count = min(self.config.feature_tokens, int(shortest))
+        shortest = batch.exists.shape[1]
+        if batch.attention_mask is not None or processes.share < 1:  # only the device knows, or another process
+            lengths = batch.exists.sum(1)
+            shortest = int(processes.min(lengths.masked_fill(lengths == 0, shortest).min()))
+        count = min(self.config.feature_tokens, shortest)
         order = batch.noise.order.float().to(batch.exists.device)  # not every device has float64
         return order.masked_fill(~batch.exists, -1).topk(count).indices
 

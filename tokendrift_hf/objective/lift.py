@@ -66,7 +66,7 @@ def soft_lift(
         columns = ()
     else:
         uniforms = uniforms.float() if predicted.device.type == "mps" else uniforms
-        columns = (uniforms.to(predicted.device)[predicted],)
+        columns = (predictions.at(uniforms.to(predicted.device)),)
     rows, entropy = predictions.map(
         lambda ell, *u: _lifted(ell, E, mode, *u),
         *columns,

@@ -143,7 +143,7 @@ def _pullback(
         (gradient,) = torch.autograd.grad(features, through, grad_outputs=v, allow_unused=True)
     if gradient is None:
         raise ValueError("features do not depend on logits: compute them from these logits with gradients enabled.")
-    column = gradient[predictions.predicted]
+    column = predictions.at(gradient)
     if through is logits:
         return lambda ell, g: g.to(torch.promote_types(ell.dtype, torch.float32)), column
     E = predictions.lifted[1]

@@ -54,10 +54,10 @@ def _of_tokens(
 
     function = uniform if process.mask_id is None else masked
     t = batch.t[:, None].expand_as(batch.x_0)
-    return function, tuple(x[batch.predicted] for x in (batch.x_0, batch.x_t, t))
+    return function, tuple(map(batch.at_predicted, (batch.x_0, batch.x_t, t)))
 
 
 def _rows(values: Tensor, batch: CorruptedBatch) -> Tensor:
     """Sums ``[B]`` over the predicted positions of a row."""
-    row = batch.predicted.nonzero()[:, 0]
+    row = batch.positions // batch.x_0.shape[1]
     return values.new_zeros(len(batch.x_0)).index_add(0, row, values)

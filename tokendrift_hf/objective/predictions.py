@@ -26,6 +26,8 @@ class Predictions:
         head: inputs of n positions -> logits ``[n, V]``.
         predicted: ``[B, L]`` bool.
         vocab_size: V.
+        positions: ``[N]``, where the predicted positions lie in the flattened batch. None: found from `predicted`, for
+            which the host waits for the device.
         rows: ``[N]`` indices into the inputs, or None: they are of the N predicted positions.
         modules: of which the head consists. Their trained weights get gradients, and dropout in them is drawn again.
         chunk_size: positions at a time. None: as many as have 64 MiB of float32 logits (512 MiB on a GPU).
@@ -44,12 +46,14 @@ class Predictions:
         predicted: Tensor,
         vocab_size: int,
         *,
+        positions: Tensor | None = None,
         rows: Tensor | None = None,
         modules: Sequence[nn.Module] = (),
         chunk_size: int | None = None,
     ):
         self.inputs, self.head, self.modules = tuple(inputs), head, tuple(modules)
         self.predicted, self.vocab_size, self.rows = predicted, vocab_size, rows
+        self.positions = predicted.flatten().nonzero().squeeze(1) if positions is None else positions
         self.beside: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {}
         self.results: dict[str, Tensor] = {}
         self.lifted: tuple[Tensor, Tensor] | None = None
@@ -76,7 +80,7 @@ class Predictions:
             return logits
         rows = predicted.flatten().nonzero().squeeze(1)
         flat = logits.reshape(-1, logits.shape[-1])
-        return cls([flat], lambda x: x, predicted, logits.shape[-1], rows=rows, chunk_size=chunk_size)
+        return cls([flat], lambda x: x, predicted, logits.shape[-1], positions=rows, rows=rows, chunk_size=chunk_size)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -92,6 +96,10 @@ class Predictions:
         """N, the number of predicted positions."""
         return len(self.inputs[0]) if self.rows is None else len(self.rows)
 
+    def at(self, x: Tensor) -> Tensor:
+        """The entries ``[N, ...]`` of a tensor ``[B, L, ...]`` at the predicted positions."""
+        return x.flatten(0, 1).index_select(0, self.positions)
+
     def narrowed(self, vocab_size: int) -> Predictions:
         """The same over the first ids alone: an encoder may lack the mask, which has no mass anyway."""
         if vocab_size == self.vocab_size:
@@ -102,6 +110,7 @@ class Predictions:
             lambda *inputs: head(*inputs)[:, :vocab_size],
             self.predicted,
             vocab_size,
+            positions=self.positions,
             rows=self.rows,
             modules=self.modules,
             chunk_size=self.chunk_size,
@@ -350,13 +359,14 @@ def predict(model: nn.Module, base: nn.Module, batch, chunk_size: int | None = N
     ).hidden_states
     if isinstance(model, FSDPModule):
         model.unshard()  # the head is still to run, and its weights are the root's
-    inputs = hidden[batch.predicted], c[:, None].expand(-1, L, -1)[batch.predicted]
+    inputs = batch.at_predicted(hidden), batch.at_predicted(c[:, None].expand(-1, L, -1))
     modules = [base.get_submodule(name) for name in getattr(base, "head_names", ["backbone.output_layer"])]
     return Predictions(
         inputs,
         lambda h, c: base.logits(h[:, None], c)[:, 0],
         batch.predicted,
         base.config.vocab_size,
+        positions=batch.positions,
         modules=modules,
         chunk_size=chunk_size,
     )

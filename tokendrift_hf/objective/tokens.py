@@ -40,7 +40,7 @@ def draw_tokens(
         which = torch.arange(len(p), device=p.device).repeat_interleave(count)
         return draw(p, u.flatten(), which).view(-1, count), entropy_of(p)
 
-    ids, entropy = predictions.map(drawn, uniforms.to(predicted.device).movedim(0, -1)[predicted])
+    ids, entropy = predictions.map(drawn, predictions.at(uniforms.to(predicted.device).movedim(0, -1)))
     predictions.entropy = entropy.sum() / max(len(entropy), 1)
     return ids
 
