@@ -146,6 +146,8 @@ def test_accumulation_follows_from_the_number_of_processes(processes, steps, mon
         ({"push_to_hub": "true"}, "push_to_hub needs the name of the repository"),
         ({"lora": "{targets: all}"}, "targets='all' is not known"),
         ({"dropout": "1.0"}, "dropout=1.0"),
+        ({"task_limit": "0"}, "task_limit=0: it must be at least 1"),
+        ({"task_shots": "-1"}, "task_shots=-1: it must be at least 0"),
         ({"streaming": "true"}, "streaming: true reads training text only"),
     ],
 )
