@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 
 import pytest
 from hypothesis import given, settings
@@ -235,6 +236,26 @@ def test_a_full_disk_is_status_2_and_one_line(text_files, tmp_path, monkeypatch,
     assert main(call) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("tokendrift generate: [Errno 28] No space left")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("share", [0.5, 1.5], ids=["the weights", "the state of the optimizer"])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_is_status_2(share, text_files, tmp_path, capsys):
+    """safetensors and torch then raise errors of their own. The limit on the size of a file stands for the disk."""
+    recipe, size = tmp_path / "r.yaml", (text_files / "base/model.safetensors").stat().st_size
+    lines = ["model: base", "dataset: corpus.jsonl", "max_steps: 1", "use_cpu: true", "judge: null", "save_steps: 1"]
+    recipe.write_text("\n".join(lines).replace(": base", f": {text_files}/base").replace(": c", f": {text_files}/c"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
+    try:
+        status = main(["train", str(recipe), "--save_strategy", "steps", "--output_dir", str(tmp_path / "run")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"tokendrift train: a file of tensors could not be .* Is the disk full\?", last), last
+    assert (
+        main(["train", str(recipe), "--save_strategy", "steps", "--output_dir", str(tmp_path / "run"), "--resume"]) == 0
+    )
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text("ab: {}[]&*!-#'\"\n\t0.", max_size=8)

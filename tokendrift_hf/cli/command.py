@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from . import convert, demo, evaluate, generate, train
@@ -23,12 +24,25 @@ def main(argv: list[str] | None = None) -> int:
 
         _register()
         return options.run(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"tokendrift {options.task}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"tokendrift {options.task}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        message = " ".join(str(error).split())
+        if _is_of_the_disk(error):
+            message = f"a file of tensors could not be read or written. Is the disk full? ({message})"
+        elif not isinstance(error, ValueError | OSError | ImportError):
+            raise
+        print(f"tokendrift {options.task}: {message}", file=sys.stderr)
+        return 2
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether weights could not be written: safetensors and torch have errors of their own for a full disk."""
+    from safetensors import SafetensorError
+
+    of_torch = isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error))
+    return isinstance(error, SafetensorError) or bool(of_torch)
 
 
 def build_parser() -> argparse.ArgumentParser:
