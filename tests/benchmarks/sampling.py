@@ -21,6 +21,10 @@ the released size, L = 1024, V = 50258; small has L = 256, V = 5000; N = 64 and 
     small  mdlm  1000     2.15s         9.94s              0.217           36.25s                     16.84
     small  duo   1000     7.54s        10.34s              0.729           32.34s                      4.29
 
+On one thread of an AMD EPYC that other programs shared, where products are slow (`--models duo --steps 4 --threads 1
+--clock cpu --repeats 1`): generate() 17.54 s, backbone 10.26 s (1.709), straightforward 36.24 s (2.07). DUO makes five
+calls at N = 4, so the first ratio cannot fall below 1.25, nor the last one exceed 36.24 / (1.25 x 10.26) = 2.8 there.
+
 The straightforward loop varies most from run to run: an earlier one had 4.61 (MDLM) and 3.38 (DUO) at N = 16, one on a
 single thread by CPU time 3.70 and 2.73. The last column cannot exceed straightforward / backbone, 4.1 and 3.6 at N = 16
 above, unless generate() takes less time than the backbone calls: it makes a call only where a token is needed, and runs
