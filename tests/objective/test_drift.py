@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from reference import double_loop, drifting_force
 from safetensors import safe_open
 
@@ -372,3 +376,33 @@ def test_the_field_of_a_step_does_not_make_noise_of_equal_sets(kernel):
     settings = dict(temperatures=(0.02, 0.05, 0.2), self_index=None, attraction=1.0, repulsion=1.0, kernel=kernel)
     step = unchecked_drift_field(h, u, u[torch.randperm(576, generator=torch.Generator().manual_seed(0))], **settings)
     assert step.field.norm(dim=-1).max() < 1e-3
+
+
+NUMBERS = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=2)
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.bool])
+TENSORS = st.builds(lambda shape, dtype, value: torch.full(shape, value).to(dtype), SHAPES, DTYPES, st.floats(width=32))
+SETTINGS = {
+    "temperatures": NUMBERS | st.lists(NUMBERS, max_size=3),
+    "self_index": TENSORS | st.lists(st.integers(0, 2), max_size=3),
+    "attraction": NUMBERS,
+    "repulsion": NUMBERS,
+    "kernel": NUMBERS | st.sampled_from(["paper", "drifting"]),
+    "eps": NUMBERS,
+}
+
+
+@given(
+    features=st.lists(TENSORS | NUMBERS | st.lists(NUMBERS, max_size=2), min_size=3, max_size=3)
+    | st.lists(st.builds(torch.ones, st.just((2, 3))), min_size=3, max_size=3),
+    arguments=st.fixed_dictionaries({}, optional=SETTINGS),
+)
+@hypothesis_settings(max_examples=300, derandomize=True, deadline=None, database=None)
+def test_anything_gives_a_finite_field_or_is_refused_in_our_words(features, arguments):
+    try:
+        result = drift_field(*features, **arguments)
+    except (ValueError, TypeError) as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        assert "tokendrift_hf" in raised_in, f"{raised_in}: {error}"
+    else:
+        assert result.field.isfinite().all()

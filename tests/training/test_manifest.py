@@ -7,8 +7,11 @@ import logging
 import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokendrift_hf.training.manifest import (
+    MANIFEST,
     changed_settings,
     checkpoints,
     last_complete_checkpoint,
@@ -215,3 +218,31 @@ def test_nothing_complete_is_an_error(tmp_path):
     (tmp_path / "checkpoint-old").mkdir()
     with pytest.raises(ValueError, match=r"no complete checkpoint to resume from .*looked at 1"):
         last_complete_checkpoint(tmp_path)
+
+
+NAMES = st.sampled_from(
+    ["weights", "global_step", "settings", "files", "sha256", "self", "frozen", "x" * 300, "../y", "\0"]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(content=VALUES, changed=st.dictionaries(NAMES, VALUES, max_size=3), whole=st.booleans())
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+def test_any_manifest_is_complete_or_refused_in_our_words(content, changed, whole, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "fuzzed-1"
+    folder.mkdir(exist_ok=True)
+    (folder / "weights").write_bytes(b"1234567")
+    (folder / "trainer_state.json").write_text("{}")
+    good = {"global_step": 1, "settings": {}, "files": {"weights": 7}}
+    (folder / MANIFEST).write_text(json.dumps(good | changed if whole else content))
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        assert "is not" in str(error) and "fuzzed-1" in str(error)
+    else:
+        assert all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        assert isinstance(manifest.get("frozen", {}), dict)

@@ -65,8 +65,9 @@ def read_manifest(folder: Path, *, digests: bool = True) -> dict:
         ) from error
     for name, size in manifest["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            there = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
+        there = os.path.isfile(path)  # False for an impossible name as well
+        if not there or path.stat().st_size != size:
+            there = f"{path.stat().st_size} bytes" if there else "nothing"
             raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {there}.")
     # Checkpoints of the first version have sizes only.
     recorded = manifest.get("sha256", {}) if digests else {}
@@ -78,8 +79,8 @@ def read_manifest(folder: Path, *, digests: bool = True) -> dict:
 
 
 def _check_form(manifest: dict) -> None:
-    forms = {"global_step": int, "settings": dict, "files": dict, "sha256": dict, "self": str}
-    first_version = forms.keys() - {"sha256", "self"}
+    forms = {"global_step": int, "settings": dict, "files": dict, "sha256": dict, "self": str, "frozen": dict}
+    first_version = forms.keys() - {"sha256", "self", "frozen"}
     if not manifest.keys() >= first_version:
         raise ValueError(f"{MANIFEST} lacks {', '.join(sorted(first_version - manifest.keys()))}.")
     for name, form in forms.items():
@@ -87,6 +88,8 @@ def _check_form(manifest: dict) -> None:
             raise ValueError(f"{name} in {MANIFEST} should be of type {form.__name__}.")
     if not all(isinstance(size, int) for size in manifest["files"].values()):
         raise ValueError(f"the sizes of files in {MANIFEST} should be whole numbers.")
+    if not manifest.get("sha256", {}).keys() <= manifest["files"].keys():
+        raise ValueError(f"sha256 in {MANIFEST} names files that are not listed.")
     listed = {name: value for name, value in manifest.items() if name != "self"}
     if "self" in manifest and manifest["self"] != _digest_of(listed):
         raise ValueError(f"{MANIFEST} changed after it was written (SHA-256).")
