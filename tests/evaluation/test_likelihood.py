@@ -48,8 +48,13 @@ class KnownNelbo(torch.nn.Module):
 
     config, device = SimpleNamespace(vocab_size=12), torch.device("cpu")
 
-    def forward(self, input_ids, timesteps):
-        return SimpleNamespace(logits=input_ids[..., None])  # of a vocabulary that does not matter
+    head_names = ()
+
+    def forward(self, input_ids, timesteps, **kwargs):
+        return SimpleNamespace(hidden_states=(input_ids[..., None], timesteps[:, None]))
+
+    def logits(self, hidden, c):
+        return hidden  # of a vocabulary that does not matter
 
     @property
     def process(self):
@@ -57,6 +62,7 @@ class KnownNelbo(torch.nn.Module):
             return 9 * t[:, None] ** 2 + x_0 + 4 * x_t - 2
 
         return SimpleNamespace(
+            mask_id=None,
             corruptible=lambda x_0: torch.ones_like(x_0, dtype=torch.bool),
             corrupt=lambda x_0, t, uniforms, random_tokens: uniforms,
             nelbo=nelbo,
