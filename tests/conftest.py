@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -18,6 +17,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from processes import Interpreter  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 torch.set_num_threads(1)
@@ -82,26 +82,27 @@ def released_directory(path: Path, kind: str, weights: dict[str, torch.Tensor] |
     return path
 
 
-def start_python(code: str, cwd: Path, *, isolated: bool = True, **environment: str) -> subprocess.Popen:
+def start_python(code: str, cwd: Path, *, isolated: bool = True, **environment: str) -> Interpreter:
     """Run `code` in a fresh interpreter with empty caches in `cwd`; isolated: without this package on its path."""
     cwd.mkdir(parents=True, exist_ok=True)
-    prelude = f"""
+    prelude = """
         import sys
-        sys.path[:] = [p for p in sys.path if p != {str(FIXTURES.parents[1])!r}]
+        import torch
         sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
         import importlib.util
         assert importlib.util.find_spec("tokendrift_hf") is None
-        import torch
-        torch.set_num_threads(1)
     """
     code = (textwrap.dedent(prelude) if isolated else "") + textwrap.dedent(code)
+    root = FIXTURES.parents[1]
     env = dict(os.environ, HF_HOME=str(cwd / "hf"), OMP_NUM_THREADS="1")
     env.pop("HF_MODULES_CACHE", None)
-    env.pop("PYTHONPATH", None) if isolated else env.update(PYTHONPATH=str(FIXTURES.parents[1]))
+    env.pop("PYTHONPATH", None) if isolated else env.update(PYTHONPATH=str(root))
     env.update(environment)
-    flags = ["-I"] if isolated else []
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([sys.executable, *flags, "-c", code], cwd=cwd, env=env, **streams)
+    elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(root)]
+    path = elsewhere if isolated else ["", str(root), *elsewhere]
+    handle, output = tempfile.mkstemp(prefix="output-", dir=cwd.parent)
+    os.close(handle)
+    return Interpreter(code, cwd, env, path, Path(output))
 
 
 def run_python(code: str, cwd: Path, **kwargs) -> str:
