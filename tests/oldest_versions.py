@@ -46,6 +46,7 @@ def install(python: Path) -> None:
     metadata.write_text("\n".join(kept))
     stand_in_for_cuda(packages / "torch/lib")
     subprocess.run([*pip, *pins, *free], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)  # for its metadata
 
 
 def stand_in_for_cuda(folder: Path) -> None:

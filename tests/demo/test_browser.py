@@ -118,6 +118,9 @@ class Visitor:
         self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
         self.tab.goto(url)
         self.tab.locator("#write").wait_for()
+        self.tab.wait_for_function(
+            "document.querySelectorAll('#base, #refined').length == 2 || document.querySelector('#model')"
+        )
         self.tab.evaluate(OBSERVE)
 
     def set(self, **values) -> None:

@@ -520,6 +520,14 @@ def test_settings_come_from_the_call_then_the_config_then_the_model_then_the_def
     assert model.generate(seed=0, generation_config=DiffusionGenerationConfig(max_new_tokens=7)).shape == (1, 7)
 
 
+def test_a_stored_empty_list_of_ids_is_none():
+    """The Trainer of transformers 5.17 stores it if the tokenizer has no such token."""
+    model = tiny_model("mdlm")
+    expected = model.generate(num_steps=2, seed=0)
+    model.generation_config.eos_token_id = []
+    assert model.generate(num_steps=2, seed=0).equal(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_survive_saving_and_loading(kind, tmp_path):
     """Every field, any value: saving never fails, and what was saved is read again."""

@@ -228,7 +228,8 @@ class DiffusionGenerationMixin:
         for source in (self.generation_config.to_dict(), settings.defaults):
             for name in settings.fields:
                 if getattr(settings, name) is None and not (has_length and name in lengths):
-                    setattr(settings, name, copy.deepcopy(source.get(name)))
+                    # No ids: what the Trainer of transformers 5.17 stores if the tokenizer has no such token.
+                    setattr(settings, name, copy.deepcopy(source.get(name)) if source.get(name) != [] else None)
         return set(given), settings
 
     def _texts(self, input_ids, attention_mask, prompt_mask, num_samples, settings) -> Texts:
