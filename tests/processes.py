@@ -32,7 +32,8 @@ class Interpreter:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        return self.returncode
 
     def terminate(self) -> None:
         self._process.terminate()

@@ -291,7 +291,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, predictions: Predictions, function: Callable, columns, *tensors: Tensor):
         inputs, parameters = tensors[: len(predictions.inputs)], tensors[len(predictions.inputs) :]
         gradients, total = _Gradients(predictions, tensors), 0
-        # Before torch 2.8 or so autocast hands out casts of the weights that a pass without gradients has made.
+        # Under torch 2.7 autocast would hand out casts of the weights that a pass without gradients has made.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             for chunk in predictions.chunks():
