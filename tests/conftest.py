@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,15 @@ TINY = dict(
     max_position_embeddings=16,
     dropout=0.0,
 )
+
+
+def pytest_collection_finish():
+    """What imports and the collection of tests made stays to the end, so no later search for garbage looks at it.
+
+    Every Trainer starts such a search, which took half of the time of its tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def recorded(name: str) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ settings from the environment when it is imported (huggingface_hub, transformers
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -56,5 +57,6 @@ def _run(code: str, cwd: Path, environment: dict[str, str], path: list[str], out
     os.environ.update(environment)
     sys.path[:], sys.argv[:] = path, ["-c"]
     sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # what is imported here is never garbage
     sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(code, "<code of a test>", "exec"), sys.modules["__main__"].__dict__)
