@@ -66,27 +66,26 @@ class MMDObjective:
         predictions, predicted = Predictions.of(logits, batch.predicted), batch.predicted
         count = config.mmd_groups * config.mmd_samples
         ids = draw_tokens(predictions, predicted, batch.noise.draws(count))
-        # 2. Features of the real row and of every draw, where there are two positions or more to compare.
-        taking_part = predicted & (predicted.sum(1, keepdim=True) >= 2)
+        # 2. Features of the real row and of every draw, at the predicted positions.
         real = self._features(batch.x_0, batch)
         if self.bandwidth is None:
             self.bandwidth = self._measured_bandwidth(real, batch, processes)
-        draws = torch.stack([self._features(batch.x_0.masked_scatter(predicted, x), batch)[taking_part] for x in ids.T])
+        real = predictions.at(real)
+        draws = [predictions.at(self._features(batch.x_0.masked_scatter(predicted, x), batch)) for x in ids.T]
         # 3. Rewards by the kernel, a row at a time, and what they say of every drawn token.
-        sizes = taking_part.sum(1).tolist()
-        rows = zip(real[taking_part].split(sizes), draws.split(sizes, dim=1), taking_part, strict=True)
-        rewards = [self._advantages(*row) for row in rows if row[2].any()]
-        sums = torch.stack([total for _, total in rewards]).sum(0) if rewards else real.new_zeros(3)
-        advantages = torch.cat([real.new_zeros(count, 0), *[advantage for advantage, _ in rewards]], dim=1)
+        sizes = predicted.sum(1).tolist()
+        columns = predictions.positions % predicted.shape[1]
+        rows = zip(real.split(sizes), torch.stack(draws).split(sizes, dim=1), columns.split(sizes), strict=True)
+        advantages, sums = zip(*[self._advantages(*row) for row in rows], strict=True)
+        advantages = torch.cat(advantages, dim=1)
         # 4. The policy gradient, over the tokens of all processes.
-        totals = processes.sum(torch.stack([advantages.square().sum(), real.new_tensor(advantages.shape[1]), *sums]))
+        taking_part = real.new_tensor(sum(n for n in sizes if n >= 2))
+        totals = processes.sum(torch.stack([advantages.square().sum(), taking_part, *torch.stack(sums).sum(0)]))
         num_tokens = totals[1].clamp_min(1)
         rms = (totals[0] / (num_tokens * count)).sqrt()
         if config.mmd_credit != "sequence":
             advantages = advantages / rms.clamp_min(torch.finfo(rms.dtype).tiny)
-        weights = advantages.new_zeros(ids.shape)
-        weights[taking_part[predicted]] = advantages.T
-        reward = predictions.total(lambda ell, ids, w: (log_probs(ell, ids) * w).sum(-1), ids, weights)
+        reward = predictions.total(lambda ell, ids, w: (log_probs(ell, ids) * w).sum(-1), ids, advantages.T)
         loss = -reward / (num_tokens * count)
         attraction, repulsion = totals[2:4] / totals[4].clamp_min(1)
         return loss, {
@@ -132,10 +131,12 @@ class MMDObjective:
             )
         return self.config.mmd_bandwidth * scale
 
-    def _advantages(self, real: Tensor, draws: Tensor, taking_part: Tensor) -> tuple[Tensor, Tensor]:
+    def _advantages(self, real: Tensor, draws: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of one row: the advantage of every drawn token ``[D, n]``, and (attraction, repulsion, 1) for the log."""
         config = self.config
         G, B, n = config.mmd_groups, config.mmd_samples, len(real)
+        if n < 2:  # there are no two positions to compare
+            return draws.new_zeros(G * B, n), draws.new_zeros(3)
         if config.mmd_credit == "sequence":
             groups = [kernel_means(real, group, self.bandwidth) for group in draws.split(B)]
             attraction, repulsion = (torch.stack(parts) for parts in zip(*groups, strict=True))
@@ -143,7 +144,6 @@ class MMDObjective:
             pairs = G * B * (B - 1)
         else:
             attraction, repulsion = kernel_means(real, draws, self.bandwidth)
-            positions = taking_part.nonzero().squeeze(1)
             advantages = local_advantages(attraction, repulsion, positions, config.mmd_credit)
             pairs = G * B * (G * B - 1)
         means = [attraction.mean(), repulsion.mean(-1).sum() / pairs, attraction.new_ones(())]
