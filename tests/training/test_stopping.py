@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -127,20 +127,24 @@ def test_outside_training_a_signal_ends_the_program_where_it_stands():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_worker_that_was_forked_can_still_be_ended():
-    """It inherits the handlers, and its parent ends it by SIGTERM."""
+@pytest.mark.parametrize("context", [StopSignals, ended_by_signals])
+def test_a_worker_that_was_forked_can_still_be_ended(context):
+    """Even one that waits for a lock, where no handler in Python would run: so datasets ends its pool of workers."""
     ready, started = os.pipe()
-    with StopSignals() as signals:
+    with context() as signals:
         worker = os.fork()
         if not worker:
-            os.write(started, b".")  # a signal before this may be lost: Python clears what is pending after a fork
-            for _ in range(1000):
-                time.sleep(0.01)
-            os._exit(1)
-        os.read(ready, 1)
+            try:
+                handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+                os.write(started, b"." if handlers == [signal.SIG_DFL] * 2 else b"!")
+                multiprocessing.get_context("fork").Semaphore(0).acquire(timeout=10)
+            finally:
+                os._exit(1)
+        assert os.read(ready, 1) == b".", "the worker has inherited the handlers"
         os.kill(worker, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
-        assert signals.received is None
+        assert signals is None or signals.received is None
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "the parent has lost its handler"
 
 
 # ---- What is not finite ----------------------------------------------------------------------------------

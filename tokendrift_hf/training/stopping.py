@@ -42,7 +42,7 @@ class StopSignals:
         self.received: str | None = None
 
     def __enter__(self) -> StopSignals:
-        self._process, self._handlers = os.getpid(), {}
+        self._handlers = {}
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
@@ -52,11 +52,7 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame) -> None:
-        if os.getpid() == self._process:
-            self.received = signal.Signals(number).name
-        else:  # a worker that was forked, and that its parent may end by this signal
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number).name
 
 
 class StopCallback(TrainerCallback):
@@ -100,3 +96,18 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _drop_handlers() -> None:
+    """Give a forked worker, such as those of `datasets`, the signals' default actions instead of the handlers here.
+
+    Its parent ends it by SIGTERM. A handler in Python may come too late for that: a worker that is about to wait for
+    a lock then waits for ever, and its parent for the worker.
+    """
+    for number in SIGNALS:
+        if getattr(signal.getsignal(number), "__module__", None) == __name__:
+            signal.signal(number, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_handlers)
