@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ import transformers.modeling_utils
 from conftest import tiny_model
 from datasets import Dataset
 from peft import LoraConfig
+from processes import free_port
 from toys import REAL_STEPS, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import TrainerCallback
 
@@ -153,10 +153,7 @@ def attempt(case: str, folder: Path, at: int | None = None, number: int = signal
     """
     ranks, environment = 1, {}
     if case == "two processes":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        ranks, environment = 2, {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks, environment = 2, {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if environment else {} for rank in range(ranks)]
     hit = [at if rank == victim % ranks else None for rank in range(ranks)]
     children = [spawn(case, folder, hit[rank], number, environment | own[rank]) for rank in range(ranks)]

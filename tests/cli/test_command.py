@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_forks, two_ranks
 from toys import word_tokenizer
 
 from tokendrift_hf.cli import main
@@ -236,19 +234,9 @@ def test_two_processes_evaluate_like_one(text_files, tmp_path):
     (two / "cells" / done.name).write_bytes(done.read_bytes())
     before = (two / "cells" / done.name).stat().st_mtime_ns
 
-    code = "import sys; from tokendrift_hf.cli import main; sys.exit(main(sys.argv[1:]))"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    call = [sys.executable, "-c", code, *evaluate_call(text_files, "--output-dir", str(two))]
-    running = []
-    for rank in ("0", "1"):
-        env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running.append(subprocess.Popen(call, env=env, **streams))
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], outputs
+    call = evaluate_call(text_files, "--output-dir", str(two))
+    statuses, outputs = run_forks(lambda: main(call), tmp_path / "logs", *two_ranks())
+    assert statuses == [0, 0], outputs
     assert (two / "cells" / done.name).stat().st_mtime_ns == before
     assert "| 4/4 [" in outputs[0], "half of the cells"
     for name in (*(f"cells/{path.name}" for path in (done, *others)), "results.json"):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_forks, two_ranks
 from stand_ins import write_tasks
 
 from tokendrift_hf.cli import main
@@ -207,19 +204,9 @@ def test_two_processes_run_one_recipe(stand_ins, text_files, tmp_path):
     """One launch, two gloo processes: half the accumulation, the same global batch, one table, written once."""
     words = [*SMALL, *stand_ins, "--output_dir", str(tmp_path / "run"), "--dataset", str(text_files / "corpus.jsonl")]
     words += ["--validation_split", "train", "--judge", str(text_files / "judge"), "--global_batch_size", "8"]
-    code = "import sys; from tokendrift_hf.cli import main; sys.exit(main(sys.argv[1:]))"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in ("0", "1"):
-        env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": port, "PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
-        call = [sys.executable, "-c", code, "train", str(RECIPES / "mdlm_owt.yaml"), "--ddp_backend", "gloo", *words]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(call, env=env, **streams))
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    call = ["train", str(RECIPES / "mdlm_owt.yaml"), "--ddp_backend", "gloo", *words]
+    statuses, outputs = run_forks(lambda: main(call), tmp_path / "logs", *two_ranks())
+    assert statuses == [0, 0], outputs
     assert "Global batch 8 = 2 rows a device x 2 accumulated x 2 processes" in outputs[0]
     assert "Global batch" not in outputs[1] and "Done in" not in outputs[1]
     results = json.loads((tmp_path / "run/results.json").read_text())

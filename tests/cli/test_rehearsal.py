@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from conftest import run_python
 from stand_ins import decoder, text_rows, tiny_tokenizer
 
 from tokendrift_hf.cli import main
@@ -95,7 +94,7 @@ def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):
 
 
 MEASURE = """
-import json, sys
+import json
 from pathlib import Path
 
 import peft
@@ -106,14 +105,14 @@ from tokendrift_hf.cli.recipe import read_recipe
 from tokendrift_hf.cli.rehearsal import rehearse
 from tokendrift_hf.cli.run import Run, refine
 
-cpu, recipe = torch.device("cpu"), read_recipe(Path(sys.argv[1]), {})
+cpu, recipe = torch.device("cpu"), read_recipe(Path("recipe.yaml"), {})
 libraries = peak_memory(cpu)
-if sys.argv[2] == "rehearse":
+if TASK == "rehearse":
     peak = rehearse(Run.open(*recipe))["peak_memory"]
 else:
     refine(*recipe)
     peak = peak_memory(cpu)
-print(json.dumps([libraries, peak]))
+print("TAKEN", peak - libraries)
 """
 
 
@@ -131,11 +130,8 @@ def test_training_takes_the_memory_that_was_announced(tmp_path):
     )
     taken = []
     for task in ("rehearse", "train"):
-        command = [sys.executable, "-c", MEASURE, str(tmp_path / "recipe.yaml"), task]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stderr[-3000:]
-        libraries, peak = json.loads(done.stdout.splitlines()[-1])
-        taken.append(peak - libraries)
+        output = run_python(f"TASK = {task!r}\n{MEASURE}", tmp_path, isolated=False)
+        taken.append(int(output.rpartition("TAKEN ")[2]))
     announced, measured = taken
     assert measured > 2**26, "so much that a part of the training would be noticed if it were missing"
     assert announced == pytest.approx(measured, rel=0.1)

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 from tokendrift_hf.cli import main
 
@@ -21,13 +21,13 @@ RECIPE = """
 model: base
 dataset: corpus.jsonl
 judge: null
-max_steps: 120
+max_steps: 80
 per_device_train_batch_size: 2
 queue_size: 6
 dropout: 0.1
 optim: adamw_torch
 learning_rate: 1e-3
-save_steps: 20
+save_steps: 10
 use_cpu: true
 disable_tqdm: true
 """
@@ -59,9 +59,6 @@ def job(recipe, tmp_path):
     for name, text in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}")
         (tmp_path / "bin" / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = os.environ | {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
@@ -70,7 +67,7 @@ def job(recipe, tmp_path):
         "SLURM_NTASKS": "1",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "node[1-2]",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
 
     def start() -> subprocess.Popen:
@@ -84,7 +81,7 @@ def test_a_job_that_runs_out_of_time_queues_up_again_and_ends_like_one_that_does
     """USR1 in the middle of the training; the job ends with status 75 and is queued. Started again, it ends well."""
     first = job()
     until = time.monotonic() + 240
-    while not (tmp_path / "out/refined/checkpoint-20/drift_state.json").is_file():
+    while not (tmp_path / "out/refined/checkpoint-10/drift_state.json").is_file():
         assert first.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.02)
     os.kill(int((tmp_path / "task").read_text()), signal.SIGUSR1)
@@ -92,11 +89,11 @@ def test_a_job_that_runs_out_of_time_queues_up_again_and_ends_like_one_that_does
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert not (tmp_path / "out/results.json").exists()
     stopped = max(int(path.name.rpartition("-")[2]) for path in (tmp_path / "out/refined").glob("checkpoint-*"))
-    assert 20 <= stopped < 120
+    assert 10 <= stopped < 80
 
     assert job().wait(timeout=240) == 0, (tmp_path / "log").read_text()[-3000:]
     assert (tmp_path / "requeued").read_text() == "17\n"
-    assert f"Stopped by SIGUSR1 after step {stopped} of 120" in (tmp_path / "log").read_text()
+    assert f"Stopped by SIGUSR1 after step {stopped} of 80" in (tmp_path / "log").read_text()
     assert main(["train", str(recipe), "--output_dir", str(tmp_path / "whole")]) == 0
     weights = "refined/model.safetensors"
     assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()

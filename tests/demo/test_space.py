@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.request
 from importlib.metadata import version
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from conftest import run_python, start_python
 from fakehub import FakeHub
+from processes import free_port
 from toys import record, results
 
 import tokendrift_hf
@@ -122,9 +122,7 @@ def test_a_pushed_space_starts_from_what_arrived_on_the_hub(text_files, tmp_path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         code = "import runpy, sys\nsys.path.insert(0, '.')\nrunpy.run_path('app.py', run_name='__main__')"
         server = start_python(code, tmp_path / "arrived", GRADIO_SERVER_PORT=str(port), **hub.environment)
         try:

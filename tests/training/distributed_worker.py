@@ -1,11 +1,10 @@
-"""One of two gloo processes of test_distributed.py: every check that needs them, in one launch to save imports."""
+"""One of two gloo processes of test_distributed.py: every check that needs them, in one launch."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -21,9 +20,6 @@ from transformers import TrainerCallback
 from tokendrift_hf.objective import predictions
 from tokendrift_hf.training.gather import gather_rows, own_rows, row_counts, sum_over_processes
 from tokendrift_hf.training.stopping import TrainingStopped
-
-FOLDER = Path(sys.argv[-1])
-RANK = int(os.environ.get("RANK", "0"))
 
 # Seven rows in batches of four: the second batch of every epoch has three, two for one process and one for the other.
 SHARED = dict(
@@ -63,19 +59,23 @@ def case(name: str, folder: Path, **fields):
     return make_trainer(folder / name, rows=rows, **SHARED | CASES[name] | fields)
 
 
-def sharded_gradients() -> dict[str, float]:
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def sharded_gradients(folder: Path) -> dict[str, float]:
     """Largest relative error of the drift gradient of a model under fully_shard against that of the plain one."""
     errors = {}
     # Several chunks, of which backward runs the head again.
     predictions.LOGITS_AT_A_TIME["cpu"] = 5 * TINY["vocab_size"]
     for objective in ("feature", "mirror_kl"):
-        trainer = make_trainer(FOLDER / "fsdp", objective=objective, base_loss_weight=0.5, ddp_backend="gloo")
+        trainer = make_trainer(folder / "fsdp", objective=objective, base_loss_weight=0.5, ddp_backend="gloo")
         plain, sharded = tiny_model("mdlm"), tiny_model("mdlm")
         mesh = init_device_mesh("cpu", (2,))
         for block in sharded.backbone.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
-        ids = torch.tensor([row["input_ids"] for row in toy_rows(8)])[4 * RANK : 4 * RANK + 4]
+        ids = torch.tensor([row["input_ids"] for row in toy_rows(8)])[4 * rank() : 4 * rank() + 4]
         for model in (plain, sharded):
             trainer._micro_step = (-1, 0)
             for queue in (trainer.train_objective.real_queue, trainer.train_objective.generated_queue):
@@ -100,11 +100,11 @@ class Stop(TrainerCallback):
     """The second process alone gets a signal, in the third step."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if RANK == 1 and state.global_step == 2:
+        if rank() == 1 and state.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def resumed_differs(name: str, **fields) -> list[str]:
+def resumed_differs(name: str, folder: Path, **fields) -> list[str]:
     """A run in one go, and one that a signal stopped and that was resumed: what of their state and log differs."""
     fields = SHARED | dict(max_steps=5, gradient_accumulation_steps=2, optim="adamw_torch", ddp_backend="gloo") | fields
     fields |= dict(learning_rate=1e-3, ema_decay=0.9, save_strategy="no")
@@ -112,7 +112,7 @@ def resumed_differs(name: str, **fields) -> list[str]:
     for case in ("whole", "stopped", "resumed"):
         callbacks = [Stop()] if case == "stopped" else []
         trainer = make_trainer(
-            FOLDER / f"{name} {'whole' if case == 'whole' else 'cut'}",
+            folder / f"{name} {'whole' if case == 'whole' else 'cut'}",
             rows=toy_rows(16),
             model=tiny_model("mdlm", dropout=0.1),
             arguments={"callbacks": callbacks},
@@ -133,7 +133,7 @@ def resumed_differs(name: str, **fields) -> list[str]:
     return [name for name in whole if not torch.equal(whole[name], resumed[name])]
 
 
-def evaluated() -> list[dict]:
+def evaluated(folder: Path) -> list[dict]:
     """The loss of 1 to 9 rows under every way to share them out. A process that waits for the other for ever ends."""
     found = []
     signal.alarm(120)
@@ -141,7 +141,7 @@ def evaluated() -> list[dict]:
         for even_batches in (False, True):
             sharing = {"split_batches": split_batches, "even_batches": even_batches}
             trainer = make_trainer(
-                FOLDER / "eval",
+                folder / "eval",
                 per_device_eval_batch_size=4 if split_batches else 2,
                 accelerator_config=sharing,
                 dataloader_drop_last=not even_batches,
@@ -153,20 +153,20 @@ def evaluated() -> list[dict]:
     return found
 
 
-def main():
+def main(folder: Path) -> None:
     report = {}
     for name in CASES:
-        trainer = case(name, FOLDER, ddp_backend="gloo")
+        trainer = case(name, folder, ddp_backend="gloo")
         trainer.train()
         report[name] = {"loss": logged(trainer), "distance": logged(trainer, COMPARED.get(name, "feature_distance"))}
         queues = queues_of(trainer)
-        save_file(weights_of(trainer.model) | queues, FOLDER / f"{name}_{RANK}.safetensors")
+        save_file(weights_of(trainer.model) | queues, folder / f"{name}_{rank()}.safetensors")
         if name in ADAPTED:
-            trainer.save_model(str(FOLDER / name / "final"))
+            trainer.save_model(str(folder / name / "final"))
 
-    report["resumed_differs"] = {name: resumed_differs(name, **fields) for name, fields in RESUMED.items()}
+    report["resumed_differs"] = {name: resumed_differs(name, folder, **fields) for name, fields in RESUMED.items()}
 
-    x = torch.arange(5.0)[:3] if RANK == 0 else torch.arange(5.0)[3:]
+    x = torch.arange(5.0)[:3] if rank() == 0 else torch.arange(5.0)[3:]
     x = torch.stack([x, -x], dim=1).requires_grad_()
     counts = row_counts(trainer.accelerator, x)
     gathered, own = gather_rows(trainer.accelerator, x, counts), own_rows(trainer.accelerator, counts)
@@ -175,8 +175,8 @@ def main():
     report["gather"] |= {"own": [own.start, own.stop], "has_gradient": gathered.requires_grad}
 
     # a loss that is not finite on one process stops both
-    trainer = make_trainer(FOLDER / "nan", ddp_backend="gloo")
-    if RANK == 1:
+    trainer = make_trainer(folder / "nan", ddp_backend="gloo")
+    if rank() == 1:
         with torch.no_grad():
             trainer.model.backbone.output_layer.linear.bias.fill_(float("nan"))
     trainer.args.gather_features = False
@@ -186,12 +186,8 @@ def main():
     except ValueError as error:
         report["error"] = str(error)
 
-    (FOLDER / f"report_{RANK}.json").write_text(json.dumps(report))
-    (FOLDER / f"evaluated_{RANK}.json").write_text(json.dumps(evaluated()))
-    (FOLDER / f"fsdp_{RANK}.json").write_text(json.dumps(sharded_gradients()))
+    (folder / f"report_{rank()}.json").write_text(json.dumps(report))
+    (folder / f"evaluated_{rank()}.json").write_text(json.dumps(evaluated(folder)))
+    (folder / f"fsdp_{rank()}.json").write_text(json.dumps(sharded_gradients(folder)))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

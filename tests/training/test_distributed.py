@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +11,9 @@ import pytest
 import sharded_worker
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
 from conftest import tiny_model
+from processes import run_forks, two_ranks
 from safetensors.torch import load_file
 from toys import assert_same, logged, make_trainer, queues_of, uneven_rows, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
@@ -31,28 +29,7 @@ RECIPES = ROOT / "recipes/accelerate"
 def two(tmp_path_factory):
     """The folder in which two processes left their weights and reports."""
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    shared = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=path)
-    logs = [open(folder / f"log_{rank}", "w") for rank in (0, 1)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, distributed_worker.__file__, str(folder)],
-            env=dict(shared, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for worker in workers:
-            worker.wait(timeout=400)
-    finally:
-        for worker, log in zip(workers, logs, strict=True):
-            worker.kill()
-            log.close()
+    run_forks(lambda: distributed_worker.main(folder), folder, *two_ranks())
     return folder
 
 
@@ -157,18 +134,12 @@ def launch(tmp_path_factory):
     def run(name):
         if name not in folders:
             folders[name] = folder = tmp_path_factory.mktemp(name)
-            path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / f"{name}.yaml"]
-            command += ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
-            result = subprocess.run(
-                [*command, sharded_worker.__file__, folder],
-                env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=400,
-            )
-            assert result.returncode == 0, result.stdout[-5000:]
+            words = ["--config_file", str(RECIPES / f"{name}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
+            words += ["--mixed_precision", "no", sharded_worker.__file__, str(folder)]
+            command = launch_command_parser().parse_args(words)
+            command.run_path, command.start_method = True, "fork"  # of torchrun: they need not import all again
+            (status,), (output,) = run_forks(lambda: launch_command(command), folder, {"DS_ACCELERATOR": "cpu"})
+            assert status == 0, output[-5000:]
         return folders[name]
 
     return run
