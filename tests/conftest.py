@@ -108,7 +108,9 @@ def start_python(code: str, cwd: Path, *, isolated: bool = True, **environment: 
     env.pop("HF_MODULES_CACHE", None)
     env.pop("PYTHONPATH", None) if isolated else env.update(PYTHONPATH=str(root))
     env.update(environment)
-    elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(root)]
+    # Not the modules that this session has downloaded: a package of theirs would hide that of the new interpreter.
+    ours = (root, os.environ["HF_HOME"])
+    elsewhere = [path for path in sys.path if path and not any(Path(path).is_relative_to(folder) for folder in ours)]
     path = elsewhere if isolated else ["", str(root), *elsewhere]
     handle, output = tempfile.mkstemp(prefix="output-", dir=cwd.parent)
     os.close(handle)
