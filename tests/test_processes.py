@@ -9,7 +9,7 @@ from conftest import run_python
 
 
 def test_a_fresh_interpreter_has_no_modules_that_this_session_has_downloaded(tmp_path, monkeypatch):
-    """Code from the hub that an earlier test has loaded leaves its folder on the path, and would hide that of this one."""
+    """Code from the hub that an earlier test has loaded leaves its folder on the path, which would hide another one."""
     package = Path(os.environ["HF_HOME"]) / "modules/downloaded_by_a_test"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

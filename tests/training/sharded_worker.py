@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from conftest import tiny_model
+from gloo import make_averages_averages
 from peft import LoraConfig
 from safetensors.torch import save_file
 from stand_ins import adapted, text_rows
@@ -53,6 +54,7 @@ def main():
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         # accelerate has FSDP for accelerators only; all that this replaces is its choice of backend and device.
         torch.distributed.init_process_group("gloo")
+        make_averages_averages()
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
     report = {}

@@ -278,6 +278,8 @@ class Denoiser:
             positions=positions,
             return_dict=True,
         )
+        if hasattr(self.model, "unshard"):  # FSDP2: the head is still to run, and its weights are the model's own
+            self.model.unshard()
         return output.hidden_states
 
     def _processed(self, x, steps_left, rows: torch.Tensor, chunk: slice, logits: torch.Tensor) -> torch.Tensor:

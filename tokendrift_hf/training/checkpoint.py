@@ -263,8 +263,9 @@ class ResumableTrainer(Trainer):
         )
 
     def _get_grad_norm(self, model, grad_norm=None):
-        # Called on every backend between the gradients and the step that uses them.
+        # Called on every backend between the gradients and the step. Of a split norm torch 2.7 would read a part alone.
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
         scaled = getattr(self.accelerator, "scaler", None) is not None  # which leaves out such a step by itself
         if grad_norm is not None and not scaled and not math.isfinite(float(grad_norm)):
             self.abandon_step("gradient", f"its norm is {float(grad_norm)}, although the loss is finite")
