@@ -237,12 +237,31 @@ def test_models_are_named_by_text(name):
         ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0"),
         ({"cond_dim": -1}, "cond_dim=-1"),
         ({"max_position_embeddings": [16]}, "max_position_embeddings="),
+        (
+            {"n_blocks": 10**9},
+            "num_hidden_layers=1000000000 in a configuration. It must be a whole number from 1 to 10000",
+        ),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers=10{30} in a"),
+        (
+            {"vocab_size": 10**9},
+            "vocab_size=1000000000 in a configuration. It must be a whole number from 1 to 16777216",
+        ),
+        ({"hidden_size": 10**9}, "hidden_size=1000000000"),
+        ({"cond_dim": 10**9}, "cond_dim=1000000000"),
+        ({"hidden_size": 2**17, "n_heads": 2**17}, "num_attention_heads=131072"),
+        ({"model_length": 10**9}, "max_position_embeddings=1000000000"),
         ({"dropout": "none"}, "dropout='none'"),
         ({"dropout": 1.5}, "dropout=1.5"),
     ],
 )
 def test_configurations(change, message):
     refused(message, MDLMConfig, **change)
+
+
+def test_a_model_of_a_billion_blocks_is_refused_before_it_is_built(tmp_path):
+    """A stranger's config.json asks for it. It would take all memory."""
+    folder = released_directory(tmp_path / "model", "mdlm", n_blocks=10**9)
+    refused("num_hidden_layers=1000000000 in a configuration", load_model, str(folder))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ RECIPES = [
     # ranges
     ("num_steps: []", "one or more"),
     ("num_steps: [0]", "whole numbers of at least 1"),
+    ("num_steps: [1000000000]", "whole numbers of at least 1, at most 1000000"),
     ("num_steps: [4, 4]", "there twice"),
     ("num_samples: 0", "num_samples=0"),
     ("num_samples: -3", "num_samples=-3"),

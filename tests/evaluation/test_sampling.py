@@ -15,6 +15,7 @@ from tokendrift_hf.evaluation.sampling import Sampling
     ("field", "value", "message"),
     [
         ("num_steps", [4, 0], "num_steps=.* whole numbers of at least 1"),
+        ("num_steps", [10**9], "num_steps=.* whole numbers of at least 1, at most 1000000"),
         ("num_steps", [], "one or more"),
         ("num_steps", 4, "one or more"),
         ("num_steps", [2.5], "whole numbers"),

@@ -80,6 +80,10 @@ def test_defaults_are_the_papers(tmp_path):
         ({"objective": "none"}, "leaves nothing to train on"),
         ({"gen_ppl_num_steps": 4}, r"gen_ppl_num_steps must be a list like \[4, 16\], but it is 4"),
         ({"gen_ppl_num_steps": [0]}, "gen_ppl_num_steps=0 is out of range"),
+        (
+            {"gen_ppl_num_steps": [10**9]},
+            "gen_ppl_num_steps=1000000000 is out of range: .* at least 1, at most 1000000",
+        ),
         ({"gen_ppl_num_samples": 0}, "gen_ppl_num_samples=0 is out of range"),
         ({"gen_ppl_judge": "gpt2"}, "gen_ppl_judge needs samples"),
         ({"gen_ppl_min_entropy_ratio": 0.9}, "gen_ppl_min_entropy_ratio needs samples"),

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 
+from ..hub.settings_tokendrift import MOST_STEPS
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -47,7 +49,8 @@ class Sampling:
     )
 
     def __post_init__(self):
-        _check_list("num_steps", self.num_steps, "whole numbers of at least 1", lambda x: _is_whole(x) and x >= 1)
+        steps = f"whole numbers of at least 1, at most {MOST_STEPS}"
+        _check_list("num_steps", self.num_steps, steps, lambda x: _is_whole(x) and 1 <= x <= MOST_STEPS)
         at_least_0 = "finite numbers of at least 0 (greedy)"
         _check_list("sampling_temperatures", self.temperatures, at_least_0, lambda x: _is_number(x) and 0 <= x)
         for f in fields(self):

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from .denoiser_tokendrift import Prediction, RowStreams
 from .process_tokendrift import check_token_ids
 
+MOST_POSITIONS = 2**28  # of a call, the prompts included
+
 
 @dataclass
 class Canvas:
@@ -116,7 +118,9 @@ class Texts:
         self.free[at] = False
 
 
-def unprompted(num_samples: int, length: int, device) -> Texts:
+def unprompted(num_samples: int, length: int, longest: int | None, device) -> Texts:
+    """Texts of which nothing is given. `longest` is what the model takes, None where it writes in windows."""
+    _check_size(num_samples, length, longest)
     tokens = torch.zeros(num_samples, length, dtype=torch.long, device=device)
     return Texts(tokens, torch.ones_like(tokens, dtype=torch.bool), [length] * num_samples)
 
@@ -129,6 +133,7 @@ def prompted(
     num_samples: int | None,
     max_new_tokens: int | None,
     max_length: int | None,
+    longest: int | None,
     vocab_size: int,
     mask_id: int | None,
     reserved_id: int,
@@ -136,6 +141,7 @@ def prompted(
     """Pack prompts to the left and mark what is to be filled. The arguments are those of `generate()`.
 
     Args:
+        longest: what the model takes, None where it writes in windows.
         mask_id: of a masked model, else None.
         reserved_id: an id that no prompt of a model without a mask may hold: its padding, the mask of its sibling.
     """
@@ -156,6 +162,7 @@ def prompted(
             raise ValueError(f"{name} is a {type(mask).__name__} or holds nan. It must be a tensor of zeros and ones.")
         if mask.shape != input_ids.shape:
             raise ValueError(f"{name} is {list(mask.shape)}. It must be {list(input_ids.shape)}, as input_ids.")
+    _check_size(len(input_ids) * copies, input_ids.shape[1], None)
     # What is there, what of it is padding, and what is to be filled.
     x = input_ids.long().repeat(copies, 1)
     present = torch.ones_like(x, dtype=torch.bool)
@@ -177,6 +184,7 @@ def prompted(
     order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
     ends = [length + max_new_tokens if max_new_tokens else max_length or length for length in lengths.tolist()]
     T, P = max(ends), x.shape[1]
+    _check_size(len(ends), T, longest)
     x, free = (F.pad(y.gather(1, order), (0, max(0, T - P)))[:, :T] for y in (x, free))
     columns = torch.arange(T, device=x.device)
     free = free | (columns >= lengths[:, None]) & (columns < torch.tensor(ends, device=x.device)[:, None])
@@ -184,6 +192,20 @@ def prompted(
         remedy = "Give max_new_tokens or prompt_mask" + (", or put masks there." if mask_id is not None else ".")
         raise ValueError(f"There is nothing to generate: input_ids has no free position. {remedy}")
     return Texts(x, free, ends, padding)
+
+
+def _check_size(rows: int, length: int, longest: int | None):
+    """Refuse what is too long for the model, or too much for a call, while there is no tensor of it yet."""
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"The text would be {length} tokens long, but this model takes at most {longest}. Ask for less, or give a "
+            "stride, to write it in windows."
+        )
+    if rows * length > MOST_POSITIONS:
+        raise ValueError(
+            f"{rows} texts of {length} tokens are {rows * length} positions. A call can generate {MOST_POSITIONS}: ask "
+            "for fewer at a time, or for shorter ones."
+        )
 
 
 def _check_kept(kept: torch.Tensor, vocab_size: int, mask_id: int | None, reserved_id: int):

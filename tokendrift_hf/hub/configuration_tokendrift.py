@@ -4,6 +4,16 @@ from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
+# Far more than any published model has: what a slip or a stranger's file asks for would take all memory, or hours.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "cond_dim": 2**17,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "max_position_embeddings": 2**24,
+}
+
 
 class DiTConfig(PreTrainedConfig):
     """The diffusion transformer shared by MDLM and DUO. Defaults are the released 170M models.
@@ -56,9 +66,10 @@ class DiTConfig(PreTrainedConfig):
                 kwargs.pop(name, None)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
-        for name in ("vocab_size", "hidden_size", "cond_dim", "num_hidden_layers", "num_attention_heads"):
-            self._check_whole(name)
-        self._check_whole("max_position_embeddings")
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= largest:
+                raise ValueError(f"{name}={value!r} in a configuration. It must be a whole number from 1 to {largest}.")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} in a configuration. It must be a number from 0 to below 1.")
         if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
@@ -69,11 +80,6 @@ class DiTConfig(PreTrainedConfig):
             )
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=True is not supported: the released layout has two separate tables.")
-
-    def _check_whole(self, name: str):
-        value = getattr(self, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r} in a configuration. It must be a whole number, at least 1.")
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

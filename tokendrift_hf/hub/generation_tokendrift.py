@@ -233,32 +233,26 @@ class DiffusionGenerationMixin:
         return set(given), settings
 
     def _texts(self, input_ids, attention_mask, prompt_mask, num_samples, settings) -> Texts:
-        longest = self.longest
+        longest = self.longest if settings.stride is None else None
         if num_samples is not None and not is_whole(num_samples, 1):
             raise ValueError(f"num_samples={num_samples!r}. It must be a positive whole number.")
         if input_ids is not None:
-            texts = prompted(
+            return prompted(
                 input_ids.to(self.device) if isinstance(input_ids, torch.Tensor) else input_ids,
                 attention_mask,
                 prompt_mask,
                 num_samples=num_samples,
                 max_new_tokens=settings.max_new_tokens,
                 max_length=settings.max_length,
+                longest=longest,
                 vocab_size=self.config.vocab_size,
                 mask_id=self.process.mask_id,
                 reserved_id=getattr(self.config, "mask_token_id", self.config.vocab_size - 1),
             )
-        elif prompt_mask is None and attention_mask is None:
-            length = settings.max_new_tokens or settings.max_length or longest
-            texts = unprompted(num_samples or 1, length, self.device)
-        else:
+        if prompt_mask is not None or attention_mask is not None:
             raise ValueError("prompt_mask or attention_mask without input_ids. They describe a prompt: give it.")
-        if max(texts.lengths) > longest and settings.stride is None:
-            raise ValueError(
-                f"The text would be {max(texts.lengths)} tokens long, but this model takes at most {longest}. Ask for "
-                "less, or give a stride, to write it in windows."
-            )
-        return texts
+        length = settings.max_new_tokens or settings.max_length or self.longest
+        return unprompted(num_samples or 1, length, longest, self.device)
 
     def adjust_generation_fn(
         self,

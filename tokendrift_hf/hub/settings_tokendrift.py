@@ -10,6 +10,7 @@ from .samplers_tokendrift import SAMPLERS, are_fractions, is_number, is_whole, k
 
 logger = logging.get_logger(__name__)
 
+MOST_STEPS = 10**6  # all times are listed beforehand
 METADATA = ("_from_model_config", "_commit_hash", "transformers_version")  # beside the settings in every such class
 
 
@@ -188,6 +189,8 @@ def check_sampler(settings: DiffusionGenerationConfig, given: set[str], process)
     # Settings that it reads.
     if not is_whole(settings.num_steps, 1):
         raise ValueError(f"num_steps={settings.num_steps!r}. It must be a whole number, at least 1.")
+    if settings.num_steps > MOST_STEPS:
+        raise ValueError(f"num_steps={settings.num_steps}. It must be at most {MOST_STEPS}.")
     if settings.noise_removal not in ("ancestral", "greedy", "none"):
         raise ValueError(f"noise_removal={settings.noise_removal!r}. Give 'ancestral', 'greedy' or 'none'.")
     if not are_fractions(settings.psi_fractions):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..files import read_json
-from ..hub.configuration_tokendrift import DiTConfig
+from ..hub.configuration_tokendrift import LARGEST, DiTConfig
 from ..hub.modeling_tokendrift import DUOForMaskedLM, MDLMForMaskedLM
 from .archive import load_archive
 from .loading import load_model
@@ -314,12 +314,12 @@ def _config(config_class: type[DiTConfig], tensors: dict, hyper_parameters: Any,
     fields = {}
     # What the hyper-parameters say, each checked: a stranger wrote them.
     for theirs, ours, valid in (
-        ("length", "max_position_embeddings", lambda value: type(value) is int and 0 < value < 2**31),
-        ("n_heads", "num_attention_heads", lambda value: type(value) is int and 0 < value < 2**31),
-        ("dropout", "dropout", lambda value: type(value) in (int, float) and 0 <= value < 1),
+        ("length", "max_position_embeddings", lambda value, most: type(value) is int and 0 < value <= most),
+        ("n_heads", "num_attention_heads", lambda value, most: type(value) is int and 0 < value <= most),
+        ("dropout", "dropout", lambda value, _: type(value) in (int, float) and 0 <= value < 1),
     ):
         value = _entry(hyper_parameters, "model", theirs)
-        if value is not None and not valid(value):
+        if value is not None and not valid(value, LARGEST.get(ours)):
             raise ValueError(
                 f"The hyper-parameters in {source} hold no valid model.{theirs}. Put a config.json beside it."
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from ..hub.settings_tokendrift import MOST_STEPS
 from ..objective.lift import MODES
 from ..objective.objectives import OBJECTIVES
 
@@ -44,13 +45,14 @@ def _choice(name: str, value, allowed) -> None:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}.")
 
 
-def _number(name: str, value, *, at_least=None, above=None, whole=False) -> None:
+def _number(name: str, value, *, at_least=None, above=None, at_most=math.inf, whole=False) -> None:
     kind = int if whole else (int, float)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{name} must be a{' whole' if whole else ''} number, but it is {value!r}.")
     low = (at_least is not None and value < at_least) or (above is not None and value <= above)
-    if low or not math.isfinite(value):
+    if low or value > at_most or not math.isfinite(value):
         needed = f"at least {at_least}" if at_least is not None else f"above {above}"
+        needed += f", at most {at_most}" if at_most < math.inf else ""
         raise ValueError(f"{name}={value} is out of range: it must be {needed}.")
 
 
@@ -324,7 +326,7 @@ class DriftConfig(TrainingArguments):
         if not isinstance(self.gen_ppl_num_steps, (list, tuple)):
             raise ValueError(f"gen_ppl_num_steps must be a list like [4, 16], but it is {self.gen_ppl_num_steps!r}.")
         for num_steps in self.gen_ppl_num_steps:
-            _number("gen_ppl_num_steps", num_steps, at_least=1, whole=True)
+            _number("gen_ppl_num_steps", num_steps, at_least=1, at_most=MOST_STEPS, whole=True)
         _number("gen_ppl_num_samples", self.gen_ppl_num_samples, at_least=1, whole=True)
         if self.gen_ppl_min_entropy_ratio is not None:
             _number("gen_ppl_min_entropy_ratio", self.gen_ppl_min_entropy_ratio, above=0)
