@@ -35,13 +35,18 @@ TINY = dict(
 )
 
 
-def pytest_collection_finish():
-    """What imports and the collection of tests made stays to the end, so no later search for garbage looks at it.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What imports and the collection of tests make stays to the end, so no search for garbage looks at it.
 
     Every Trainer starts such a search, which took half of the time of its tests.
     """
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 def recorded(name: str) -> dict[str, torch.Tensor]:

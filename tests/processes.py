@@ -20,11 +20,14 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-HEAVY = ("torch", "torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sympy", "pandas", "pyarrow.dataset")
+HEAVY = """
+torch torch._dynamo torch.distributed.tensor torch.distributed.checkpoint torch.distributed.elastic.agent.server sympy
+scipy.optimize scipy.stats pandas pyarrow.dataset requests httpx2 jinja2.sandbox chardet PIL.Image
+""".split()
 LATE = ("transformers", "huggingface_hub", "datasets", "evaluate", "tokendrift_hf")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(list(HEAVY))
+_context.set_forkserver_preload(HEAVY)  # those that there are
 
 
 class Interpreter:
