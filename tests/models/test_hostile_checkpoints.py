@@ -31,6 +31,8 @@ def fingerprint() -> dict:
     state = {}
     for module, holder in modules.items():
         for name, value in vars(holder).items():
+            if name == "__warningregistry__":  # Python's own, once a warning was raised there
+                continue
             state[module, name] = id(value)
             if hasattr(value, "__code__"):
                 inside = (value.__code__, value.__defaults__, value.__kwdefaults__, value.__globals__)
