@@ -8,7 +8,9 @@ import pytest
 
 from tokendrift_hf.cli.fields import add_options, from_options
 from tokendrift_hf.cli.recipe import read_recipe
+from tokendrift_hf.evaluation import sampling
 from tokendrift_hf.evaluation.sampling import Sampling
+from tokendrift_hf.hub import settings_tokendrift
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,7 @@ def test_recipe_and_command_line_fill_it_with_the_same_names_and_defaults(tmp_pa
         assert of_recipe == from_options(Sampling, parser.parse_args(flags))
         assert of_recipe == from_options(Sampling, parser.parse_args(dashed))
     assert of_recipe == Sampling([2, 4], [0.5, 1.0], 2, 5, "confidence", 3, "bfloat16")
+
+
+def test_an_evaluation_allows_as_many_steps_as_generate():
+    assert sampling.MOST_STEPS == settings_tokendrift.MOST_STEPS
