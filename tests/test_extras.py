@@ -142,7 +142,7 @@ def test_what_needs_one_says_which_and_how_to_get_it(done, name, message):
             "evaluate with evaluate",
             'tokendrift evaluate: plot.png needs matplotlib: pip install "tokendrift-hf[eval]".',
         ),
-        ("tasks", 'tokendrift train: tasks need lm-evaluation-harness: pip install "tokendrift-hf[tasks]".'),
+        ("tasks", 'tokendrift train: The field tasks needs lm_eval: pip install "tokendrift-hf[tasks]".'),
         ("lora", 'tokendrift train: LoRA needs peft: pip install "tokendrift-hf[peft]".'),
         ("demo", 'tokendrift demo: The demo needs gradio: pip install "tokendrift-hf[demo]".'),
     ],

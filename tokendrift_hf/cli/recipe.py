@@ -6,11 +6,11 @@ import difflib
 import functools
 import typing
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..evaluation.sampling import Sampling, option
+from ..extras import need
 from .fields import is_of, read_as, read_yaml, type_name
 
 AUTO = "auto"
@@ -183,8 +183,8 @@ class Recipe:
             raise ValueError(f"task_limit={self.task_limit}: it must be at least 1.")
         if self.task_shots is not None and self.task_shots < 0:
             raise ValueError(f"task_shots={self.task_shots}: it must be at least 0.")
-        if self.tasks and find_spec("lm_eval") is None:
-            raise ValueError('tasks need lm-evaluation-harness: pip install "tokendrift-hf[tasks]".')
+        if self.tasks:
+            need("lm_eval", "tasks", "The field tasks")
         if self.block_size is not None and self.block_size < 4:
             raise ValueError(f"block_size={self.block_size}: a row needs at least 4 tokens.")
         if self.trainings is not None and not self.trainings:
