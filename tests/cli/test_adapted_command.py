@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 from stand_ins import V, decoder, masked_lm, text_rows, tiny_tokenizer, write_tasks
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from tokendrift_hf.cli import recipe
 from tokendrift_hf.cli.command import main
 from tokendrift_hf.models.adaptation import ADAPTATION
 from tokendrift_hf.models.loading import load_model
@@ -111,7 +111,7 @@ def test_a_run_reports_accuracy_beside_tokens_per_forward(files, tmp_path, capsy
 
 
 def test_tasks_without_the_extra_are_refused_before_any_work(files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
     words += ["--tasks", "gsm8k"]
     assert 'pip install "tokendrift-hf[tasks]"' in refused(capsys, *words)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from conftest import run_python
 from stand_ins import decoder, text_rows, tiny_tokenizer
 
 from tokendrift_hf.cli import main
@@ -94,7 +95,7 @@ def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):
 
 
 MEASURE = """
-import json
+import json, sys
 from pathlib import Path
 
 import peft
@@ -105,14 +106,14 @@ from tokendrift_hf.cli.recipe import read_recipe
 from tokendrift_hf.cli.rehearsal import rehearse
 from tokendrift_hf.cli.run import Run, refine
 
-cpu, recipe = torch.device("cpu"), read_recipe(Path("recipe.yaml"), {})
+cpu, recipe = torch.device("cpu"), read_recipe(Path(sys.argv[1]), {})
 libraries = peak_memory(cpu)
-if TASK == "rehearse":
+if sys.argv[2] == "rehearse":
     peak = rehearse(Run.open(*recipe))["peak_memory"]
 else:
     refine(*recipe)
     peak = peak_memory(cpu)
-print("TAKEN", peak - libraries)
+print(json.dumps([libraries, peak]))
 """
 
 
@@ -130,8 +131,11 @@ def test_training_takes_the_memory_that_was_announced(tmp_path):
     )
     taken = []
     for task in ("rehearse", "train"):
-        output = run_python(f"TASK = {task!r}\n{MEASURE}", tmp_path, isolated=False)
-        taken.append(int(output.rpartition("TAKEN ")[2]))
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / "recipe.yaml"), task]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        libraries, peak = json.loads(done.stdout.splitlines()[-1])
+        taken.append(peak - libraries)
     announced, measured = taken
     assert measured > 2**26, "so much that a part of the training would be noticed if it were missing"
     assert announced == pytest.approx(measured, rel=0.1)
