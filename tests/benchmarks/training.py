@@ -96,7 +96,9 @@ class Step:
                 self.model.hidden_states(embeds)[0][-1].float().mean().backward()
             return
         self.trainer.state.global_step, self.trainer._micro_step = number, (-1, 0)
-        self.trainer.compute_loss(self.trainer.model, dict(self.inputs)).backward()
+        with self.trainer.accelerator.autocast():  # as the forward of a model that was prepared for training
+            loss = self.trainer.compute_loss(self.trainer.model, dict(self.inputs))
+        loss.backward()
 
     def fill_queues(self) -> None:
         """As many features as they hold, of random directions about a common one."""
