@@ -407,7 +407,7 @@ def test_the_quickstarts_page_and_its_picture(browser, tmp_path, monkeypatch):
     page = make_page(model, base, judge=judge)
     url = page.launch("127.0.0.1", None)
     visitor = Visitor(browser, url)
-    visitor.set(seed=3)  # of 0 to 11 the one whose Gen.-PPL lies nearest to that of the README's table
+    visitor.set(seed=1)  # of 0 to 11 the one whose Gen.-PPL lies nearest to that of the README's table
     visitor.write()
     path = tmp_path / "demo.png"
     visitor.tab.screenshot(path=path, full_page=True)
