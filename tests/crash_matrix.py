@@ -29,7 +29,7 @@ import transformers.modeling_utils
 from conftest import tiny_model
 from datasets import Dataset
 from peft import LoraConfig
-from processes import free_port
+from processes import two_ranks
 from toys import REAL_STEPS, logged, make_trainer, queues_of, toy_rows, weights_of
 from transformers import TrainerCallback
 
@@ -151,12 +151,10 @@ def attempt(case: str, folder: Path, at: int | None = None, number: int = signal
     Raises:
         TimeoutError: it neither ends nor dies.
     """
-    ranks, environment = 1, {}
-    if case == "two processes":
-        ranks, environment = 2, {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if environment else {} for rank in range(ranks)]
+    environments = two_ranks() if case == "two processes" else [{}]
+    ranks = len(environments)
     hit = [at if rank == victim % ranks else None for rank in range(ranks)]
-    children = [spawn(case, folder, hit[rank], number, environment | own[rank]) for rank in range(ranks)]
+    children = [spawn(case, folder, hit[rank], number, environments[rank]) for rank in range(ranks)]
     statuses, end = {}, time.monotonic() + TIME_LIMIT
     while len(statuses) < ranks:
         for child in set(children) - statuses.keys():
