@@ -101,8 +101,8 @@ def ended_by_signals() -> Iterator[None]:
 def _drop_handlers() -> None:
     """Give a forked worker, such as those of `datasets`, the signals' default actions instead of the handlers here.
 
-    Its parent ends it by SIGTERM. A handler in Python may come too late for that: a worker that is about to wait for
-    a lock then waits for ever, and its parent for the worker.
+    Its parent ends it by SIGTERM. An exception that a handler raises there can be lost in the hook of another library,
+    such as fsspec's after a fork. The worker then waits for ever, and its parent for the worker.
     """
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
