@@ -70,3 +70,53 @@ def test_compiled_sampling_draws_the_same_tokens(kind, graphs):
     compile_blocks(model, backend="counting")
     assert torch.equal(model.generate(num_samples=2, num_steps=4, seed=0), plain)
     assert graphs
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_compiled_sampling_gives_every_call_of_a_block_one_shape(kind, num_samples, graphs):
+    """torch would compile another shape anew, and CUDA graphs be recorded for each. 16 steps, at the end few tokens."""
+    model = tiny_model(kind)
+    compile_blocks(model, backend="counting")
+    shapes = set()
+    for i, block in enumerate(model.backbone.blocks):
+        block.register_forward_pre_hook(
+            lambda _, inputs, i=i: shapes.add((i, *(getattr(x, "shape", x) for x in inputs)))
+        )
+    model.generate(num_samples=num_samples, num_steps=16, seed=0)
+    assert len(shapes) == len(model.backbone.blocks)
+
+
+@pytest.mark.parametrize("lengths", [[3, 9, 5], [4, 4, 4]], ids=["long and short", "of one length"])
+def test_compiled_sampling_of_prompts_draws_the_same_tokens(lengths, graphs):
+    model = tiny_model("mdlm")
+    prompts = [list(range(5, 5 + n)) for n in lengths]
+    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
+    ids = torch.tensor([p + [0] * (max(lengths) - len(p)) for p in prompts])
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=6, num_steps=4, seed=0)
+    compile_blocks(model, backend="counting")
+    compiled = model.generate(ids, attention_mask=mask, max_new_tokens=6, num_steps=4, seed=0)
+    assert torch.equal(compiled, plain)
+
+
+def test_a_cuda_graph_is_told_where_every_call_of_a_compiled_model_begins(graphs, tmp_path, monkeypatch):
+    """What the call before left is read by then: in sampling the head has run, in training so has backward."""
+    calls = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("begin"))
+    trainer = make_trainer(tmp_path, torch_compile=True, torch_compile_backend="counting", max_steps=2)
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append("model"))
+    trainer.train()
+    trainer.model.generate(num_samples=2, num_steps=4, seed=0)
+    marked = [a for a, b in zip(calls, calls[1:], strict=False) if b == "model"]
+    assert len(marked) >= 6
+    assert set(marked) == {"begin"}
+    assert calls.count("begin") == calls.count("model")
+
+
+def test_a_model_that_is_not_compiled_begins_no_cuda_graph(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("begin"))
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.model.generate(num_samples=2, num_steps=4, seed=0)
+    assert not calls

@@ -180,6 +180,7 @@ class Denoiser:
         elements = (2**23 if on_cpu else 2**27) // copies
         self.chunk_size = chunk_size or max(1, elements // model.config.vocab_size)
         self.rows_per_call, self.tokens_per_call = rows_per_call, 2**10 if on_cpu else 2**16
+        self.is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         self.num_calls = self.num_forward_passes = self.calls_per_row = 0
 
     def __call__(self, x, t, wanted, steps_left, skip_below: torch.Tensor | None = None) -> Iterator[Prediction]:
@@ -198,7 +199,10 @@ class Denoiser:
         if not len(active):
             return
         self.num_calls += 1
-        if self.num_calls == 1 and self._alike(x, t, wanted):
+        if self.is_compiled:
+            # Every call has one shape: torch would compile others anew, and CUDA graphs be recorded for each.
+            active = torch.arange(len(x), device=x.device)
+        elif self.num_calls == 1 and self._alike(x, t, wanted):
             # Masks without a prompt: one row serves all, and each of its positions is predicted once.
             columns = wanted.any(0).nonzero()[:, 0]
             hidden, c = self._hidden(x, t, active[:1], columns[None])
@@ -208,7 +212,7 @@ class Denoiser:
                 yield Prediction(rows, columns[chunk][source], source, p, plain)
             return
         for part in active.split(self.rows_per_call or max(1, self.tokens_per_call // x.shape[1])):
-            positions, valid = index_of(wanted[part])
+            positions, valid = self._positions_of(wanted[part], part)
             hidden, c = self._hidden(x, t, part, positions)
             local = torch.arange(len(part), device=x.device)[:, None].expand_as(positions)[valid]
             rows, columns, hidden, c = part[local], positions[valid], hidden[valid], c[local]
@@ -264,13 +268,24 @@ class Denoiser:
         same = (x == x[:1]).all() & (t == t[:1]).all()
         return bool(same & (wanted == wanted[:1]).all() if self.rows_per_call == 1 else same)
 
+    def _width(self, x: torch.Tensor, rows: torch.Tensor) -> int:
+        """The length of the longest of some rows."""
+        return x.shape[1] if self.present is None else int(self.present[rows].sum(1).max())
+
+    def _positions_of(self, wanted: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The positions [B, n] at which a forward pass over these rows ends, and which of them are wanted."""
+        if not self.is_compiled:
+            return index_of(wanted)
+        width = self._width(wanted, rows)
+        return torch.arange(width, device=wanted.device).expand(len(rows), width), wanted[:, :width]
+
     def _hidden(self, x, t, rows, positions):
         """Hidden states [B, n, D] at the positions and time conditioning [B, C] of some rows, in one forward pass."""
         self.num_forward_passes += 1
-        width, mask = x.shape[1], None
-        if self.present is not None:
-            width = int(self.present[rows].sum(1).max())
-            mask = self.present[rows, :width]
+        width = self._width(x, rows)
+        mask = None if self.present is None else self.present[rows, :width]
+        if self.is_compiled:  # a CUDA graph may now write over what the call before left
+            torch.compiler.cudagraph_mark_step_begin()
         output = self.model(
             input_ids=x[rows, :width],
             timesteps=t[rows],

@@ -102,7 +102,9 @@ def probabilities(logits: Tensor) -> Tensor:
 
 def entropy_of(p: Tensor) -> Tensor:
     """``[n, V]`` -> ``[n]``, in nats, without gradient."""
-    return torch.special.entr(p.detach()).sum(-1)
+    p = p.detach()
+    # Half the time of torch.special.entr. The floor is for log(0), which 0 times nothing but a number undoes.
+    return -torch.linalg.vecdot(p, p.clamp_min(torch.finfo(p.dtype).tiny).log_())
 
 
 def _lifted(logits: Tensor, E: Tensor, mode: str, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:

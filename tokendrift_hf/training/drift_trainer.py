@@ -169,6 +169,8 @@ class DriftTrainer(ResumableTrainer):
         return sum_over_processes(self.accelerator, torch.stack(tokens).sum()) if tokens else None
 
     def _predict(self, model, batch: CorruptedBatch) -> Predictions:
+        if self.args.torch_compile:  # a CUDA graph may now write over what the batch before left
+            torch.compiler.cudagraph_mark_step_begin()
         return predict(model, base_of(self.accelerator.unwrap_model(model)), batch)
 
     # Training
