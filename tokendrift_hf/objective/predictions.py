@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
-LOGITS_AT_A_TIME = {"cpu": 2**24, "cuda": 2**27}  # in numbers: 64 MiB and 512 MiB in float32
+# Logits that exist at a time, in numbers: 64 MiB and 512 MiB in float32.
+LOGITS_AT_A_TIME = {"cpu": 2**24, "cuda": 2**27}
+# And at most those of so many positions: with a small vocabulary larger pieces leave the caches of a processor.
+POSITIONS_AT_A_TIME = {"cpu": 512}
 
 
 class Predictions:
@@ -30,7 +33,8 @@ class Predictions:
             which the host waits for the device.
         rows: ``[N]`` indices into the inputs, or None: they are of the N predicted positions.
         modules: of which the head consists. Their trained weights get gradients, and dropout in them is drawn again.
-        chunk_size: positions at a time. None: as many as have 64 MiB of float32 logits (512 MiB on a GPU).
+        chunk_size: positions at a time. None: as many as have 64 MiB of float32 logits, at most 512 (on a GPU as many
+            as have 512 MiB).
 
     Attributes:
         beside: name -> (function, columns) that the next `map` computes in the same pass, so that logits are made once
@@ -59,7 +63,8 @@ class Predictions:
         self.lifted: tuple[Tensor, Tensor] | None = None
         self.entropy: Tensor | None = None
         device = inputs[0].device.type
-        self.chunk_size = chunk_size or max(1, LOGITS_AT_A_TIME.get(device, 2**24) // vocab_size)
+        most = min(LOGITS_AT_A_TIME.get(device, 2**24) // vocab_size, POSITIONS_AT_A_TIME.get(device, 2**24))
+        self.chunk_size = chunk_size or max(1, most)
 
     @classmethod
     def of(cls, logits: Tensor | Predictions, predicted: Tensor, chunk_size: int | None = None) -> Predictions:
