@@ -10,10 +10,14 @@ import time
 
 import pytest
 import torch
+from evaluate import load as load_metric
 from processes import run_forks, two_ranks
 from toys import word_tokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tokendrift_hf.cli import main
+from tokendrift_hf.data import load_text, pack_documents
+from tokendrift_hf.data.packing import spread_rows
 from tokendrift_hf.models.loading import load_model, load_tokenizer
 
 TINY_RUN = """
@@ -212,6 +216,16 @@ def test_evaluate_compares_models(text_files, tmp_path, capsys):
     for found in ("| real text |", "| a (T = 0.2) |", "at the entropy of real text |", "MAUVE", "(standard error)"):
         assert found in table
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    tokenizer = AutoTokenizer.from_pretrained(text_files / "base")
+    length = AutoConfig.from_pretrained(text_files / "base").max_position_embeddings
+    text = pack_documents(load_text(str(text_files / "corpus.jsonl"), split="train"), tokenizer, length)
+    metric, judge = load_metric("gen_ppl"), str(text_files / "judge")
+    spread, first = (
+        metric.compute(predictions=ids, model_id=judge)["gen_ppl"]
+        for ids in (spread_rows(text, 8), text[:8]["input_ids"])
+    )
+    assert results["real_text"]["gen_ppl"] == pytest.approx(spread, rel=1e-4)
+    assert first != pytest.approx(spread, rel=1e-3), "the rows of the line come from the whole text"
 
 
 def _without_times(value):

@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from accelerate import PartialState
 
     from ..data import load_text, pack_documents
+    from ..data.packing import spread_rows
     from ..evaluation.comparison import check_matches, evaluate_models
     from ..evaluation.grid import Harness
     from ..evaluation.report import PLOT, write_report
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         with state.main_process_first():  # the others find the packed rows in the cache
             split = options.text_split or ("train" if Path(options.text).exists() else "validation")
             blocks = pack_documents(load_text(options.text, split=split), tokenizer, length)
-        text = blocks[: sampling.num_samples]["input_ids"]
+        text = spread_rows(blocks, sampling.num_samples)
     judge = load_judge(options.judge, state.device) | ({"mauve_references": text} if options.mauve else {})
     with locked_by_first(options.output_dir):
         _refuse_other_content(options.output_dir, results)  # which may have come while the models were loaded

@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import load_text, pack_documents
+from ..data.packing import spread_rows
 from ..data.prompts import pack_prompts
 from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
@@ -274,7 +275,7 @@ class Run:
         text = self.splits.get("reference")
         return evaluate_models(
             harness,
-            text=None if text is None else text[: sampling.num_samples]["input_ids"],
+            text=None if text is None else spread_rows(text, sampling.num_samples),
             match_entropy=labels_to_match(self.recipe, self.trainings),
         )
 

@@ -25,6 +25,15 @@ _DOCUMENTS_PER_CALL = 1000
 TEXT = (datasets.Value("string"), datasets.Value("large_string"), datasets.Value("null"))
 
 
+def spread_rows(rows: datasets.Dataset, count: int) -> list[list[int]]:
+    """Token ids of `count` rows at even distances, or of all of them if there are no more.
+
+    They stand for the whole text, which the first rows do not: these are of the few documents that it begins with.
+    """
+    count = min(count, len(rows))
+    return rows.select([i * len(rows) // count for i in range(count)])[:]["input_ids"]
+
+
 def pack_documents(
     documents: datasets.Dataset | datasets.IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
