@@ -192,6 +192,13 @@ trainings:
         ({}, None, "TokenDrift"),
         ({}, {}, "TokenDrift (LoRA)"),
         ({"objective": "none", "base_loss_weight": 1.0}, None, "continuation"),
+        ({"objective": "none", "base_loss_weight": 1.0}, {}, "continuation (LoRA)"),
+        ({"objective": "mmd"}, None, "local MMD"),
+        ({"objective": "mmd", "mmd_credit": "sequence"}, None, "MMD"),
+        ({"objective": "mmd"}, {}, "local MMD (LoRA)"),
+        ({"objective": "alpha"}, None, "alpha"),
+        ({"objective": "mirror_kl"}, None, "mirror KL"),
+        ({"objective": "mirror_mse"}, None, "mirror L2"),
     ],
 )
 def test_a_recipe_without_trainings_describes_one(arguments, lora, label, tmp_path):

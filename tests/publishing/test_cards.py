@@ -106,6 +106,40 @@ def test_card_of_released_assets_names_them_and_their_licences():
     assert 'repo = "me/duo-drift"' in rendered.text
 
 
+METHODS = [  # fields, the objective's name in two titles, what the text says, what it must not say
+    ({}, "TokenDrift", "TokenDrift", "to soft-token embeddings", "mirror|bound has"),
+    ({"encoder_input": "hard_st", "base_loss_weight": 0.1}, "TokenDrift", "TokenDrift",
+     "of the likeliest tokens.*has the weight `0.1` beside it", "soft-token"),
+    ({"objective": "mirror_kl"}, "mirror KL", "Mirror KL", "teacher.* by KL", "pulls"),
+    ({"objective": "mirror_mse"}, "mirror L2", "Mirror L2", "squared distance", "KL"),
+    ({"objective": "mmd", "mmd_credit": 2}, "local MMD", "Local MMD",
+     "features within `2` tokens.*abs/2610.06648", "soft-token|TokenDrift|as a whole"),
+    ({"objective": "mmd", "mmd_credit": "sequence"}, "MMD", "MMD",
+     "rewarded as a whole.*abs/2610.06648", "soft-token|TokenDrift|within"),
+    ({"objective": "alpha"}, "alpha", "Alpha",
+     "window of `8` predicted positions.*no encoder.*abs/2609.38066", "soft-token|TokenDrift|lets a frozen encoder"),
+    ({"objective": "alpha", "alpha_window": None}, "alpha", "Alpha",
+     "A whole row counts", "soft-token|TokenDrift|window of"),
+    ({"objective": "none", "base_loss_weight": 1.0}, None, "Continuation",
+     "likelihood bound alone", "soft-token|TokenDrift|writes better"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+@pytest.mark.parametrize(("fields", "name", "name_of_adapters", "says", "never"), METHODS, ids=str)
+def test_card_tells_the_objective_of_the_training(fields, name, name_of_adapters, says, never, adapters, tmp_path):
+    arguments = {"peft_config": lora_config(r=2)} if adapters else {}
+    card = make_trainer(tmp_path, arguments=arguments, **fields).card.render()
+    start = card.text.partition("## How to load")[0]
+    whole = "MDLM diffusion language model" if name is None else f"MDLM refined with {name}"
+    assert f"# {f'{name_of_adapters} adapters for MDLM' if adapters else whole}\n" in start
+    assert re.search(says, start, flags=re.DOTALL), start
+    assert not re.search(never, start), start
+    assert ("tokendrift" in card.data.tags) == (name == "TokenDrift")
+    other = re.search(r"abs/[\d.]+", says)
+    assert other is None or f"The objective is that of [arXiv {other[0][4:]}]" in card.text
+
+
 def test_figures_that_are_not_finite_are_left_out():
     card = Card(kind="full", model_class="MDLMForMaskedLM")
     rows = [replace(ROWS[2], gen_ppl=math.inf), replace(ROWS[3], entropy=math.nan)]

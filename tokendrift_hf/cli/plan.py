@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..models.lora import lora_config
+from ..objective.objectives import name_of
 from ..training.drift_config import DriftConfig
 from .recipe import Recipe
 
@@ -87,9 +88,8 @@ def labels_to_match(recipe: Recipe, trainings: Sequence[Training]) -> list[str]:
 
 
 def _default_label(recipe: Recipe, arguments: dict) -> str:
-    if arguments.get("objective") == "none":
-        return "continuation"
-    return "TokenDrift" if recipe.lora is None else "TokenDrift (LoRA)"
+    asked = (arguments.get(name, getattr(DriftConfig, name)) for name in ("objective", "mmd_credit"))
+    return name_of(*asked) + ("" if recipe.lora is None else " (LoRA)")
 
 
 def _folder_name(label: str) -> str:

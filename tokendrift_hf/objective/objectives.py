@@ -22,6 +22,20 @@ OBJECTIVES = {
     "alpha": AlphaObjective,
 }
 
+NAMES = {
+    "feature": "TokenDrift",
+    "mirror_kl": "mirror KL",
+    "mirror_mse": "mirror L2",
+    "mmd": "MMD",
+    "alpha": "alpha",
+    "none": "continuation",
+}
+
+
+def name_of(objective: str, mmd_credit: int | str) -> str:
+    """What people call an objective, in tables and on cards: "TokenDrift", "local MMD" (with a window), "MMD", ..."""
+    return "local MMD" if objective == "mmd" and mmd_credit != "sequence" else NAMES.get(objective, "TokenDrift")
+
 
 def make_objective(config: Any, encoder: FrozenEncoder | None) -> DriftObjective | MMDObjective | AlphaObjective | None:
     """The objective that `config.objective` names, with its settings from `config`. None for "none".

@@ -20,6 +20,8 @@ from .. import __version__
 from ..files import write_text
 from ..markdown import quoted
 from ..models.lora import base_of
+from ..objective.objectives import name_of
+from .methods import PAPERS, sentences_on
 
 # Licences of the assets, from the table in the paper's appendix.
 LICENCES = {
@@ -128,6 +130,9 @@ class Card:
             template_str=template,
             card=self,
             quoted=quoted,
+            name=self.objective_name,
+            method=sentences_on(self.settings),
+            paper=PAPERS.get(self.settings.get("objective")),
             title=quoted(self.repo.rpartition("/")[2]) if self.repo else _title(self),
             location=_literal(self.repo or "path/to/this/directory"),
             code=self._code(),
@@ -136,6 +141,11 @@ class Card:
             licences=list(dict.fromkeys(LICENCES[name][1] for name in assets if name in LICENCES)),
             version=__version__,
         )
+
+    @property
+    def objective_name(self) -> str:
+        """What people call the objective of the training."""
+        return name_of(self.settings.get("objective", "feature"), self.settings.get("mmd_credit", 1))
 
     def save(self, folder: Path) -> None:
         """Write README.md."""
@@ -176,7 +186,7 @@ class Card:
     def _metadata(self) -> ModelCardData:
         process = "uniform-state-diffusion" if self.model_class.startswith("DUO") else "masked-diffusion"
         tags = ["diffusion-language-model", process]
-        tags += [] if self.kind == "base" else ["tokendrift"]
+        tags += ["tokendrift"] if self.objective_name == "TokenDrift" and self.kind != "base" else []
         tags += ["lora"] if self.kind == "lora" else [] if self.auto_class else ["custom_code"]
         optional: dict[str, Any] = {}
         if self.base and not self.base_is_local:
@@ -217,7 +227,8 @@ class Card:
 
 def _title(card: Card) -> str:
     family = {"MDLMForMaskedLM": "MDLM", "DUOForMaskedLM": "DUO"}.get(card.model_class, card.model_class)
-    return {"full": f"{family} refined with TokenDrift", "lora": f"TokenDrift adapters for {family}"}.get(
+    name = card.objective_name
+    return {"full": f"{family} refined with {name}", "lora": f"{name[0].upper()}{name[1:]} adapters for {family}"}.get(
         card.kind, f"{family} diffusion language model"
     )
 
