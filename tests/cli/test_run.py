@@ -229,6 +229,30 @@ def test_the_loss_of_the_base_is_measured_once_for_all_trainings(recipe, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("feature_layers: [99]", r"feature_layers=\[99\]: this encoder has hidden states 0"),
+        ("encoder: /nothere", "The encoder '/nothere' cannot be loaded"),
+        ("metric_for_best_model: foo", "metric_for_best_model='foo' is not measured"),
+        ("eval_strategy: epoch", "eval_strategy='epoch' needs rows to evaluate: .*validation_split"),
+        ("eval_strategy: steps, eval_steps: 1", "eval_strategy='steps' needs rows to evaluate"),
+        ("optim: adamw_bnb_8bit", "You need to install `bitsandbytes`"),
+        ("lora: {target_modules: [nothing]}", "nothing"),
+        ("lora: {r: 2}, encoder: base, dropout: 0.1", "encoder='base' shares its modules with the student"),
+        ("queue_size: 0, per_device_train_batch_size: 1", "One row a micro-batch and queue_size=0"),
+    ],
+)
+def test_what_a_later_training_cannot_work_with_is_said_before_any_training(
+    fields, message, recipe, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(DriftTrainer, "compute_loss", None)  # never called
+    trainings = f"{{first: {{objective: none, base_loss_weight: 1}}, later: {{{fields}}}}}"
+    assert main(["train", recipe, "--trainings", trainings, "--output_dir", str(tmp_path / "run")]) == 2
+    assert re.search(f"training 'later': .*{message}", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     "content",
     [
         "[]",

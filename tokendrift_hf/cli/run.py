@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import hashlib
 import json
 import math
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -145,7 +148,11 @@ class Run:
                 )
                 if split is not None
             }
-        return cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, task_index)
+        run = cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, task_index)
+        for training in trainings[1:]:  # the first one's trainer is built next, the others' after hours
+            if not (resume and (training.folder / HISTORY).is_file()):
+                run.check(training)
+        return run
 
     @property
     def main(self) -> Training:
@@ -169,6 +176,22 @@ class Run:
         data = {name: getattr(self.recipe, name) for name in [*names.split(), "insert_eos"]}
         trainer.card.describe_data({name: value for name, value in data.items() if value is not None})
         return trainer
+
+    def check(self, training: Training) -> None:
+        """Build the trainer of a training and drop it: what it cannot work with is said before any training.
+
+        Raises:
+            ValueError, ImportError: as `DriftTrainer`. The message names the training.
+        """
+        with tempfile.TemporaryDirectory() as scratch:  # a Trainer makes its folder, and a repository for a push
+            config = copy.copy(training.config)
+            config.output_dir, config.push_to_hub = scratch, False
+            try:
+                self.build_trainer(replace(training, config=config))
+            except (ValueError, ImportError) as error:
+                kind = ImportError if isinstance(error, ImportError) else ValueError
+                raise kind(f"training {training.label!r}: {error}") from error
+        gc.collect()  # a Trainer refers to itself: its model would stay in memory for a while
 
     def num_steps(self, training: Training) -> int:
         """Optimizer steps of a training. -1 where the text is a stream and `max_steps` is not given."""

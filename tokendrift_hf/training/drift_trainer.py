@@ -102,6 +102,8 @@ class DriftTrainer(ResumableTrainer):
         kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, base.longest, self.process.mask_id))
         with temporarily(args, torch_compile_backend=None):  # accelerate would compile the model as a whole
             super().__init__(model=model, args=args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:  # a library that it lacks is missed now
+            self.get_optimizer_cls_and_kwargs(args, model)
         # After the Trainer has read the launch: only now the device and FSDP are known.
         if self.is_fsdp_enabled:
             refuse_shared_weights(model)

@@ -8,7 +8,7 @@ import datasets
 import torch
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from ..models.lora import base_of
 from .drift_config import DriftConfig
@@ -70,7 +70,7 @@ def refuse_shared_weights(model) -> None:
 
 
 def refuse_arguments(args: DriftConfig, arguments: dict) -> None:
-    """Raise ValueError for arguments of `Trainer` without effect, rows that are none, and a metric nobody measures."""
+    """Raise ValueError for arguments of `Trainer` without effect, no rows, and a metric that nobody measures."""
     for name, reason in WITHOUT_EFFECT.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name} has no effect here: {reason}.")
@@ -79,6 +79,12 @@ def refuse_arguments(args: DriftConfig, arguments: dict) -> None:
     named |= {"train_dataset": arguments.get("train_dataset")} | ({} if named else {"eval_dataset": data})
     for name, rows in named.items():
         _refuse_no_rows(name, rows)
+    if args.eval_strategy != "no" and data is None:
+        strategy = IntervalStrategy(args.eval_strategy).value
+        raise ValueError(
+            f"eval_strategy={strategy!r} needs rows to evaluate: give eval_dataset (in a recipe: validation_split), or "
+            "set eval_strategy to 'no'."
+        )
     if metric is None or arguments.get("callbacks"):  # whose on_evaluate may measure anything
         return
     kinds = ["entropy"] if args.gen_ppl_judge is None else ["entropy", "gen_ppl"]
