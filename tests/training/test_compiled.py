@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from conftest import tiny_model
@@ -120,3 +122,16 @@ def test_a_model_that_is_not_compiled_begins_no_cuda_graph(tmp_path, monkeypatch
     trainer.train()
     trainer.model.generate(num_samples=2, num_steps=4, seed=0)
     assert not calls
+
+
+def test_models_one_after_the_other_are_all_compiled(graphs):
+    """They share their blocks' code. After 8 variants of it, torch's own limit, later ones would run as they are."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        for gradient, autocast, frozen, length in itertools.product(
+            [True, False], [True, False], [True, False], [5, 8]
+        ):
+            model = tiny_model("mdlm").requires_grad_(not frozen)
+            compile_blocks(model, backend="counting")
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(gradient):
+                model(input_ids=torch.zeros(2, length, dtype=torch.long), timesteps=torch.full((2,), 0.5))
+        assert len(graphs) > 8

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 
 from .lora import base_of
 
 logger = logging.getLogger(__name__)
+
+# Blocks of all models of a process share one piece of code, which is compiled for each of their uses: with gradients
+# and without, with adapters, under autocast, for each shape. torch gives up at 8, and says so in a line of its own.
+VARIANTS = 256
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -38,6 +43,7 @@ def compile_blocks(*models: nn.Module | None, backend: str = "inductor", mode: s
         backend: of `torch.compile`.
         mode: likewise.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for model in models:
         base = None if model is None else base_of(model)
         blocks = getattr(base, "blocks", None) or getattr(getattr(base, "backbone", None), "blocks", ())
