@@ -13,7 +13,7 @@ from conftest import run_python
 
 from tokendrift_hf import lock
 from tokendrift_hf.cli import main
-from tokendrift_hf.cli.run import _history
+from tokendrift_hf.cli.run import Run, _history
 from tokendrift_hf.training.drift_trainer import DriftTrainer
 
 RECIPE = """
@@ -42,6 +42,20 @@ def recipe(text_files) -> str:
     return str(path)
 
 
+def cut_off(monkeypatch, at: int) -> list[int]:
+    """Interrupt a training in the micro-batch of this number. Returns a list that has an entry for each so far."""
+    plain, calls = DriftTrainer.compute_loss, []
+
+    def killed(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(DriftTrainer, "compute_loss", killed)
+    return calls
+
+
 @pytest.mark.parametrize(
     "flags",
     [["--streaming", "true"], ["--streaming", "true", "--wrap", "false"], ["--lora", "{r: 2}", "--dropout", "0"]],
@@ -54,15 +68,7 @@ def test_a_run_that_was_cut_off_is_resumed_bit_for_bit(flags, recipe, tmp_path, 
     """
     flags += ["--encoder", "base"] if "--lora" in flags else []
     assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "whole")]) == 0
-    plain, calls = DriftTrainer.compute_loss, []
-
-    def killed(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(DriftTrainer, "compute_loss", killed)
+    calls = cut_off(monkeypatch, at=10)
     assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut")]) == 130
     assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "cut"), "--resume", "--queue_size", "7"]) == 2
     assert not (tmp_path / "cut/results.json").exists() and (tmp_path / "cut/refined/checkpoint-4").is_dir()
@@ -163,6 +169,45 @@ def test_two_runs_do_not_write_into_one_folder(recipe, tmp_path, monkeypatch, ca
         assert main(["train", recipe, "--output_dir", str(tmp_path)]) == 2
     assert "Another process is writing into" in capsys.readouterr().err
     assert not (tmp_path / "refined").exists()
+
+
+def test_a_run_that_another_one_finished_while_it_waited_is_left_alone(recipe, tmp_path, monkeypatch, capsys):
+    """Both began when the folder was empty. The second one gets the lock once the first is done."""
+    opened = Run.open
+
+    def slowly(*arguments, **options):
+        run = opened(*arguments, **options)
+        monkeypatch.setattr(Run, "open", opened)
+        assert main(["train", recipe, "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]) == 0
+        return run
+
+    monkeypatch.setattr(Run, "open", slowly)
+    assert main(["train", recipe, "--output_dir", str(tmp_path / "out"), "--max_steps", "2"]) == 2
+    assert "already holds something, and nothing is overwritten" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/refined/settings.json").read_text())["max_steps"] == 1
+
+
+@pytest.mark.parametrize("steps", ["1", "6"], ids=["finished", "cut off"])
+def test_a_run_is_not_resumed_on_another_text(steps, text_files, tmp_path, monkeypatch, capsys):
+    """The name of the file is the same. A word in one document is another."""
+    for name in ("base", "judge"):
+        shutil.copytree(text_files / name, tmp_path / name)
+    corpus, recipe = tmp_path / "corpus.jsonl", tmp_path / "run.yaml"
+    corpus.write_text((text_files / "corpus.jsonl").read_text())
+    recipe.write_text(RECIPE)
+    call = ["train", str(recipe), "--output_dir", str(tmp_path / "out"), "--max_steps", steps]
+    if steps == "6":
+        with monkeypatch.context() as patch:
+            cut_off(patch, at=7)
+            assert main(call) == 130
+    else:
+        assert main(call) == 0
+    corpus.write_text(corpus.read_text().replace("object", "subject", 1))
+    assert main([*call, "--resume"]) == 2
+    assert "was made with other settings" in (message := capsys.readouterr().err)
+    assert "'train_rows': ('" in message
+    corpus.write_text((text_files / "corpus.jsonl").read_text())
+    assert main([*call, "--resume"]) == 0
 
 
 def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path, capsys):

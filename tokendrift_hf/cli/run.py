@@ -62,6 +62,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
     with locked_by_first(run.folder):  # nothing has been written so far
+        _refuse_other_content(run.folder, resume)  # which may have come while the model and the text were loaded
         results = {"recipe": asdict(recipe), "arguments": without_secrets(run.arguments), "training": {}}
         for training in run.trainings:
             results["training"][training.label] = run.train_or_resume(training, resume=resume)
@@ -93,6 +94,7 @@ class Run:
         tokenizer: of the model.
         splits: "train", and "validation" and "reference" where the recipe has them: rows of `input_ids`.
         judge: arguments of `GenPPL`. None: nothing is evaluated.
+        train_rows: how many rows there are to train on, and a digest of them. None: they are a stream.
         task_index: where lm-evaluation-harness reads the recipe's tasks. None: it has none.
         losses_before: eval_loss of the base, by what decides the noise that it is measured with.
     """
@@ -105,6 +107,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     splits: dict[str, Dataset]
     judge: dict | None
+    train_rows: str | None = None
     task_index: Any = None
     losses_before: dict[tuple, float] = field(default_factory=dict)
 
@@ -148,7 +151,8 @@ class Run:
                 )
                 if split is not None
             }
-        run = cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, task_index)
+        train_rows = _described(splits["train"])
+        run = cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, train_rows, task_index)
         for training in trainings[1:]:  # the first one's trainer is built next, the others' after hours
             if not (resume and (training.folder / HISTORY).is_file()):
                 run.check(training)
@@ -273,6 +277,8 @@ class Run:
         names = [f.name for f in fields(Recipe) if "decides_weights" in f.metadata]
         settings |= {name: getattr(training.recipe, name) for name in names}
         settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
+        if self.train_rows is not None:
+            settings["train_rows"] = self.train_rows
         settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
         for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
             if settings[name] is not None and Path(settings[name]).exists():
@@ -430,6 +436,14 @@ def _rows(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, length
     )
     # The Trainer finds its place in a stream within an epoch only, so all passes over the text are one.
     return rows.repeat(None) if recipe.streaming else rows
+
+
+def _described(rows: Dataset) -> str | None:
+    """How many rows there are and a digest of 4,096 of them, so that a resumed run notices another text."""
+    if not isinstance(rows, Dataset):
+        return None
+    digest = hashlib.sha256(json.dumps(spread_rows(rows, 4096)).encode()).hexdigest()
+    return f"{len(rows):,} rows ({digest[:8]})"
 
 
 def _global_batch(config: DriftConfig) -> int:
