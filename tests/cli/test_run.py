@@ -273,6 +273,17 @@ def test_the_loss_of_the_base_is_measured_once_for_all_trainings(recipe, tmp_pat
     assert len({history["eval_loss_before"] for history in histories}) == 1
 
 
+def test_trainings_of_one_run_may_differ_in_precision(recipe, tmp_path):
+    flags = ["--trainings", "{first: {bf16: true}, second: {}, third: {bf16: true}}", "--max_steps", "1"]
+    assert main(["train", recipe, *flags, "--output_dir", str(tmp_path / "run")]) == 0
+    settings = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "run").glob("*/settings.json")}
+    assert {name: there["bf16"] for name, there in settings.items()} == {
+        "refined": True,
+        "second": False,
+        "third": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -166,7 +167,8 @@ class Run:
     # Training
 
     def build_trainer(self, training: Training) -> DriftTrainer:
-        """The trainer of one training, at its start."""
+        """The trainer of one training, at its start. Those that were built before must not be used any more."""
+        AcceleratorState._reset_state()  # which keeps the precision of the trainer before and refuses another
         trainer = DriftTrainer(
             _load(training.recipe),
             training.config,
