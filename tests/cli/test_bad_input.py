@@ -137,6 +137,9 @@ RECIPES = [
     # the trainings of a run
     ("trainings: {}", "has no training"),
     ("trainings: {base: {}}", "cannot be called 'base'"),
+    (f"trainings: {{{'a' * 101}: {{}}}}", "has 101 bytes, but folders and files are named after it: at most 100"),
+    (f"trainings: {{b: {{}}, {'a' * 300}: {{}}}}", "has 300 bytes"),
+    (f"trainings: {{{'é' * 51}: {{}}}}", "has 102 bytes"),
     ("trainings: {a: {max_steps: many}}", "training 'a': max_steps must be int"),
     ("trainings: {a: {dataset: x}}", "no field 'dataset' of one training"),
     ("trainings: {a: {output_dir: x}}", "a matter of the whole run"),
@@ -197,6 +200,7 @@ COMMANDS = [
     (["evaluate"], "required: MODEL"),
     (["evaluate", "{base}", "{base}"], "LABEL=MODEL"),
     (["evaluate", "{base}", "--num_steps", "0"], "num_steps"),
+    (["evaluate", f"{'a' * 101}={{base}}"], "has 101 bytes"),
     (["evaluate", "{base}", "--num_seeds", "0"], "num_seeds=0"),
     (["evaluate", "{base}", "--num_samples", "1.5"], "invalid int value"),
     (["evaluate", "{base}", "--sampling_temperatures", "nan"], "finite"),

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from ..data import load_text, pack_documents
     from ..data.packing import spread_rows
     from ..evaluation.comparison import check_matches, evaluate_models
-    from ..evaluation.grid import Harness
+    from ..evaluation.grid import Harness, check_label
     from ..evaluation.report import PLOT, write_report
     from ..extras import need
     from ..lock import locked_by_first
@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         named[label if equals else Path(argument).name] = path if equals else argument
     if len(named) < len(options.models):
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
+    for label in named:
+        check_label(label)
     sampling = from_options(Sampling, options)
     if options.n_mc < 1:
         raise ValueError(f"n_mc={options.n_mc}: it must be a whole number of at least 1.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..evaluation.grid import check_label
 from ..models.lora import lora_config
 from ..objective.objectives import name_of
 from ..training.drift_config import DriftConfig
@@ -97,6 +98,7 @@ def _folder_name(label: str) -> str:
 
 
 def _check(label: str, changes: dict, places: dict[str, str]) -> None:
+    check_label(label)
     if label in (BASE, REAL_TEXT, ALL) or not label.isprintable() or not places[label]:
         raise ValueError(f"A training cannot be called {label!r}. Take a label of letters and digits of its own.")
     taken = [*FILES, *list(places.values())[: list(places).index(label)]]

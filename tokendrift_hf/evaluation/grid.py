@@ -32,6 +32,8 @@ from .sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
+MOST_LABEL_BYTES = 100
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -75,6 +77,18 @@ class Cell:
         digest = _digest(asdict(self))
         label = "".join(c if c.isalnum() else "-" for c in self.model)
         return f"{label}-steps{self.num_steps}-T{self.temperature:g}-seed{self.seed}-{digest}.json"
+
+
+def check_label(label: str) -> None:
+    """Raise ValueError for a label of a model that is too long to be part of the names of files.
+
+    A name takes 255 bytes at most, and those of cells and temporary files need a few dozen beside the label.
+    """
+    if (size := len(label.encode("utf-8", "surrogatepass"))) > MOST_LABEL_BYTES:
+        raise ValueError(
+            f"The label {label[:40]!r}... has {size} bytes, but folders and files are named after it: at most "
+            f"{MOST_LABEL_BYTES} are possible. Shorten it."
+        )
 
 
 def _digest(settings) -> str:
