@@ -132,6 +132,7 @@ RECIPES = [
     ("attraction: 0\nrepulsion: 0", "attraction=0 and repulsion=0"),
     ("gen_ppl_judge: x", "gen_ppl_judge needs samples"),
     ("lr_scheduler_type: sideways", "sideways"),
+    ("lr_scheduler_type: warmup_stable_decay", "needs num_decay_steps. Give lr_scheduler_kwargs"),
     ("optim: descent", "descent"),
     ("save_strategy: sometimes", "sometimes"),
     # the trainings of a run

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from toys import config, make_trainer
+from transformers import SchedulerType
 
 from tokendrift_hf import DriftConfig
 from tokendrift_hf.objective.mmd_objective import MMDObjective
@@ -78,6 +79,28 @@ def test_defaults_are_the_papers(tmp_path):
             "leaves the averaged weights out of the checkpoints",
         ),
         ({"objective": "none"}, "leaves nothing to train on"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 480},
+            "'warmup_stable_decay' needs num_decay_steps. Give lr_scheduler_kwargs: .* such as 120 of 480 steps",
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": "x"}},
+            "'warmup_stable_decay' does not work with .*={'num_decay_steps': 'x'}: .* It takes num_decay",
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2, "foo": 1}},
+            "unexpected keyword argument 'foo'. It takes num_decay_steps, num_stable_steps",
+        ),
+        ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"foo": 1}}, "'linear' has no settings"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": "x"}}, "'cosine' does not work"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "x"}, "lr_scheduler_kwargs must be settings by name"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2}}, "It takes lr_end, power"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"foo": 1}}, "'constant' has no settings. Leave out"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"foo": 1}, "eval_strategy": "steps"},
+            "'reduce_lr_on_plateau' does not work with .*'foo'",
+        ),
         ({"gen_ppl_num_steps": 4}, r"gen_ppl_num_steps must be a list like \[4, 16\], but it is 4"),
         ({"gen_ppl_num_steps": [0]}, "gen_ppl_num_steps=0 is out of range"),
         (
@@ -93,6 +116,22 @@ def test_defaults_are_the_papers(tmp_path):
 def test_bad_fields_are_refused(fields, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         config(tmp_path, **{"save_strategy": "steps"} | fields)
+
+
+@pytest.mark.parametrize("kind", SchedulerType)
+def test_every_schedule_of_transformers_is_taken_with_settings_that_it_has(kind, tmp_path):
+    options = {
+        "warmup_stable_decay": {"num_decay_steps": 2, "decay_type": "linear"},
+        "cosine_with_restarts": {"num_cycles": 2},
+        "cosine_with_min_lr": {"min_lr": 0.1},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+        "reduce_lr_on_plateau": {"patience": 3},
+        "polynomial": {"power": 2.0},
+    }.get(kind.value)
+    fields = {"lr_scheduler_type": kind.value, "lr_scheduler_kwargs": options, "warmup_steps": 1}
+    args = config(tmp_path, **fields, eval_strategy="steps")
+    assert args.lr_scheduler_type == kind
+    assert args.lr_scheduler_kwargs == options
 
 
 def test_the_layers_are_the_objectives_own(tmp_path):

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from ..hub.settings_tokendrift import MOST_STEPS
 from ..objective.lift import MODES
 from ..objective.objectives import OBJECTIVES
+from .schedule import check_schedule
 
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
@@ -199,6 +200,7 @@ class DriftConfig(TrainingArguments):
         self._check_trainer()
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
+        check_schedule(self)
         self._check_inherited()
         self._check_objective()
         self._check_drift()
