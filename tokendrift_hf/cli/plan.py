@@ -45,6 +45,11 @@ class Training:
         """Where the training leaves its checkpoints and its model."""
         return Path(self.config.output_dir)
 
+    @property
+    def global_batch(self) -> int:
+        """Rows of an optimizer step, on all devices."""
+        return self.config.train_batch_size * self.config.gradient_accumulation_steps * self.config.world_size
+
 
 def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
     """The trainings of a recipe. The first is the one that it is about.

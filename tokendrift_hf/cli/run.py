@@ -204,7 +204,7 @@ class Run:
         config, rows = training.config, self.splits["train"]
         if config.max_steps > 0 or not isinstance(rows, Dataset):
             return config.max_steps
-        return math.ceil(len(rows) / _global_batch(config) * config.num_train_epochs)
+        return math.ceil(len(rows) / training.global_batch * config.num_train_epochs)
 
     def describe(self, training: Training, trainer: DriftTrainer) -> str:
         """What a training is: its steps, parameters, rows and batch."""
@@ -214,7 +214,7 @@ class Run:
         return (
             f"{training.label}: {self.num_steps(training)} steps, {trained:,} of {trainer.model.num_parameters():,} "
             "parameters" + (f", {len(rows):,} rows of {length} tokens" if isinstance(rows, Dataset) else "") + "\n"
-            f"Global batch {_global_batch(config)} = {config.train_batch_size} rows a device x "
+            f"Global batch {training.global_batch} = {config.train_batch_size} rows a device x "
             f"{config.gradient_accumulation_steps} accumulated x {config.world_size} processes."
         )
 
@@ -446,7 +446,3 @@ def _described(rows: Dataset) -> str | None:
         return None
     digest = hashlib.sha256(json.dumps(spread_rows(rows, 4096)).encode()).hexdigest()
     return f"{len(rows):,} rows ({digest[:8]})"
-
-
-def _global_batch(config: DriftConfig) -> int:
-    return config.train_batch_size * config.gradient_accumulation_steps * config.world_size
