@@ -29,6 +29,7 @@ def test_defaults_are_the_papers(tmp_path):
         ),
         ({"learning_rate": -1e-5}, "learning_rate=-1e-05 is out of range"),
         ({"max_steps": 0}, "max_steps=0: give the number of steps, or -1"),
+        ({"num_train_epochs": 0, "max_steps": -1}, "num_train_epochs=0 trains nothing"),
         ({"encoder_input": "hard"}, "encoder_input='hard' is not known"),
         ({"drift_kernel": "rbf"}, "drift_kernel='rbf' is not known"),
         ({"feature_pooling": "max"}, "feature_pooling='max' is not known"),

@@ -420,3 +420,23 @@ def test_rows_of_any_list_or_data_set_are_trained_on(rows, tmp_path):
 def test_a_checkpoint_is_named_by_a_path(asked, tmp_path):
     with pytest.raises(ValueError, match="resume_from_checkpoint is .*Give the folder of a checkpoint, or True"):
         make_trainer(tmp_path).train(resume_from_checkpoint=asked)
+
+
+@pytest.mark.parametrize("processes, rows", [(1, 4), (2, 8)])
+def test_rows_that_fill_no_batch_are_refused_where_it_would_be_dropped(processes, rows, tmp_path):
+    """Batches of 4 on every process. Also with epochs, which such a run would count without a step."""
+    args = config(tmp_path, dataloader_drop_last=True, max_steps=-1)
+    args = SimpleNamespace(**vars(args) | {"world_size": processes, "train_batch_size": args.train_batch_size})
+    with pytest.raises(
+        ValueError, match=f"has {rows - 1} rows, and one batch of all processes takes {rows}: .*nothing"
+    ):
+        refuse_sharing(args, toy_rows(rows - 1), queues=True)
+    refuse_sharing(args, toy_rows(rows), queues=True)
+
+
+def test_a_full_batch_alone_is_trained_where_the_rest_is_dropped(tmp_path):
+    trainer = make_trainer(tmp_path, rows=toy_rows(7), dataloader_drop_last=True, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(ValueError, match="dataloader_drop_last=True would leave them all out"):
+        make_trainer(tmp_path, rows=toy_rows(3), dataloader_drop_last=True)

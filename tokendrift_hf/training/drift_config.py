@@ -200,6 +200,8 @@ class DriftConfig(TrainingArguments):
         self._check_trainer()
         if self.max_steps == 0:
             raise ValueError("max_steps=0: give the number of steps, or -1 for num_train_epochs passes over the text.")
+        if self.num_train_epochs == 0 and self.max_steps < 0:
+            raise ValueError("num_train_epochs=0 trains nothing: give the passes over the text, or max_steps above 0.")
         check_schedule(self)
         self._check_inherited()
         self._check_objective()

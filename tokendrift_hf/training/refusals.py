@@ -134,6 +134,12 @@ def refuse_sharing(args: DriftConfig, rows, queues: bool) -> None:
             "One row a micro-batch and queue_size=0 leave a feature alone with itself: there is nothing to drift to. "
             "Set per_device_train_batch_size to 2 or more, or queue_size above 0."
         )
+    if args.dataloader_drop_last and has_length(rows) and len(rows) < whole:
+        raise ValueError(
+            f"The training set has {len(rows)} rows, and one batch of all processes takes {whole}: "
+            "dataloader_drop_last=True would leave them all out, and nothing would be trained. Set it to false, take a "
+            "smaller per_device_train_batch_size, or give more rows."
+        )
     if processes == 1 or config.even_batches or args.dataloader_drop_last or not has_length(rows):
         return
     if config.split_batches:
