@@ -133,6 +133,9 @@ RECIPES = [
     ("gen_ppl_judge: x", "gen_ppl_judge needs samples"),
     ("lr_scheduler_type: sideways", "sideways"),
     ("lr_scheduler_type: warmup_stable_decay", "needs num_decay_steps. Give lr_scheduler_kwargs"),
+    ("torch_compile_backend: foo", "torch_compile_backend='foo'"),
+    ("log_level: foo", "log_level='foo'"),
+    ("accelerator_config: {foo: 1}", "accelerator_config has no setting 'foo'"),
     ("optim: descent", "descent"),
     ("save_strategy: sometimes", "sometimes"),
     # the trainings of a run

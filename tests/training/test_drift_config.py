@@ -7,6 +7,7 @@ import json
 import pytest
 from toys import config, make_trainer
 from transformers import SchedulerType
+from transformers.integrations import integration_utils
 
 from tokendrift_hf import DriftConfig
 from tokendrift_hf.objective.mmd_objective import MMDObjective
@@ -102,6 +103,12 @@ def test_defaults_are_the_papers(tmp_path):
             {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"foo": 1}, "eval_strategy": "steps"},
             "'reduce_lr_on_plateau' does not work with .*'foo'",
         ),
+        ({"log_level": "foo"}, "log_level='foo' is not known; choose one of 'detail', 'debug', "),
+        ({"log_level_replica": "loud"}, "log_level_replica='loud' is not known; choose one of"),
+        ({"report_to": "foo"}, "report_to='foo' is not known; choose one of .*'wandb'"),
+        ({"accelerator_config": {"foo": 1}}, "accelerator_config has no setting 'foo'. It takes split_batches"),
+        ({"torch_compile_backend": "foo"}, "torch_compile_backend='foo' is not known; choose one of .*'inductor'"),
+        ({"torch_compile_mode": "foo"}, "torch_compile_mode='foo' is not known; choose one of 'default'"),
         ({"gen_ppl_num_steps": 4}, r"gen_ppl_num_steps must be a list like \[4, 16\], but it is 4"),
         ({"gen_ppl_num_steps": [0]}, "gen_ppl_num_steps=0 is out of range"),
         (
@@ -117,6 +124,21 @@ def test_defaults_are_the_papers(tmp_path):
 def test_bad_fields_are_refused(fields, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         config(tmp_path, **{"save_strategy": "steps"} | fields)
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_the_way_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    with pytest.raises(ValueError, match="report_to='wandb' does not work here: .*`pip install wandb`"):
+        config(tmp_path, report_to="wandb")
+
+
+def test_what_the_libraries_know_is_taken(tmp_path):
+    args = config(tmp_path, log_level="error", accelerator_config={"split_batches": True}, report_to="none")
+    assert args.get_process_log_level() == 40
+    assert args.accelerator_config.split_batches
+    compiled = config(tmp_path, torch_compile_backend="inductor", torch_compile_mode="reduce-overhead")
+    assert (compiled.torch_compile_backend, compiled.torch_compile_mode) == ("inductor", "reduce-overhead")
+    assert config(tmp_path, torch_compile_backend="aot_eager").torch_compile_backend == "aot_eager"
 
 
 @pytest.mark.parametrize("kind", SchedulerType)

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from ..hub.settings_tokendrift import MOST_STEPS
 from ..objective.lift import MODES
 from ..objective.objectives import OBJECTIVES
+from .libraries import check_accelerator_config, check_libraries
 from .schedule import check_schedule
 
 KERNELS = ("paper", "drifting")
@@ -196,6 +197,7 @@ class DriftConfig(TrainingArguments):
 
     def __post_init__(self):
         self._check_types()
+        check_accelerator_config(self.accelerator_config)
         super().__post_init__()
         self._check_trainer()
         if self.max_steps == 0:
@@ -203,6 +205,7 @@ class DriftConfig(TrainingArguments):
         if self.num_train_epochs == 0 and self.max_steps < 0:
             raise ValueError("num_train_epochs=0 trains nothing: give the passes over the text, or max_steps above 0.")
         check_schedule(self)
+        check_libraries(self)
         self._check_inherited()
         self._check_objective()
         self._check_drift()
