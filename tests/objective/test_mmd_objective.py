@@ -101,6 +101,13 @@ def test_the_bandwidth_is_a_median_distance_of_real_tokens():
     assert torch.equal(objective.bandwidth, first)
 
 
+@pytest.mark.parametrize("bandwidth, learns", [(100, True), (1e30, False), (1e-4, False)])
+def test_far_from_the_bandwidths_that_a_config_takes_there_is_no_gradient(bandwidth, learns):
+    objective, batch, logits = called(mmd_bandwidth=bandwidth)
+    (gradient,) = torch.autograd.grad(objective(logits, batch)[0], logits)
+    assert bool(gradient.any()) is learns
+
+
 def test_the_state_is_the_bandwidth():
     objective, batch, logits = called()
     assert objective.state_dict() == {}

@@ -57,6 +57,8 @@ def test_defaults_are_the_papers(tmp_path):
         ({"mmd_samples": 1}, "mmd_samples=1 leaves no other draw for a repulsion: give 2 or more"),
         ({"mmd_groups": 2.5}, "mmd_groups must be a whole number, but it is 2.5"),
         ({"mmd_bandwidth": 0}, "mmd_bandwidth=0 is out of range: it must be above 0"),
+        ({"mmd_bandwidth": 1e-4}, "mmd_bandwidth=0.0001 is out of range: it must be from 0.01 to 100"),
+        ({"mmd_bandwidth": 1e30}, r"mmd_bandwidth=1e\+30 is out of range: .* the gradient is zero or noise"),
         ({"mmd_credit": -1}, "mmd_credit=-1 is out of range: it must be at least 0"),
         ({"mmd_credit": 1.5}, "mmd_credit must be a whole number, but it is 1.5"),
         ({"mmd_credit": "token"}, "mmd_credit='token' is not known: give 'sequence' or a number of tokens"),

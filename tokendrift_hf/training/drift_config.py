@@ -21,6 +21,7 @@ from .schedule import check_schedule
 
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
+BANDWIDTHS = (0.01, 100)  # in median distances: the kernel of such a distance is exp(-5000), or 1 but for 5e-5
 ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
 # The fields of TrainingArguments that decide, beside our own, which weights a batch of rows makes of which.
 OPTIMISATION = (
@@ -129,7 +130,9 @@ class DriftConfig(TrainingArguments):
     mmd_samples: int = field(default=2, metadata={"help": "Draws a group, at least 2."})
     mmd_bandwidth: float = field(
         default=1.0,
-        metadata={"help": "Width of the kernel, in median distances between features of real tokens at the start."},
+        metadata={
+            "help": "Width of the kernel, in median distances between features of real tokens at first, 0.01 to 100."
+        },
     )
     mmd_credit: int | str = field(
         default=1,
@@ -262,6 +265,13 @@ class DriftConfig(TrainingArguments):
 
     def _check_draws_and_powers(self):
         _number("mmd_bandwidth", self.mmd_bandwidth, above=0)
+        least, most = BANDWIDTHS
+        if not least <= self.mmd_bandwidth <= most:
+            raise ValueError(
+                f"mmd_bandwidth={self.mmd_bandwidth} is out of range: it must be from {least} to {most}, in median "
+                "distances between features of real tokens. Far from 1 the kernel is 0 or 1 for all pairs, within the "
+                "rounding of float32, and the gradient is zero or noise."
+            )
         for name, use in (("mmd_groups", "a baseline"), ("mmd_samples", "a repulsion")):
             _number(name, getattr(self, name), whole=True)
             if getattr(self, name) < 2:
