@@ -332,7 +332,7 @@ def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, mon
         ({"--block_size": "999"}, "block_size=999 is longer than the model"),
         ({"--queue_size": "-1"}, "queue_size=-1"),
         ({"--encoder": "nowhere"}, "The encoder 'nowhere' cannot be loaded"),
-        ({"--report_to": "nobody"}, "nobody is not supported"),
+        ({"--report_to": "nobody"}, "report_to='nobody' is not known"),
         ({"--objective": "magic"}, "objective='magic' is not known"),
     ],
 )

@@ -284,6 +284,9 @@ def test_wrong_settings_are_refused(tmp_path):
         lora_config("everything")
     with pytest.raises(ValueError, match="unexpected keyword argument 'rnk'"):
         lora_config(rnk=3)
+    for options in ({"rank_pattern": 3}, {"modules_to_save": 3}):
+        with pytest.raises(ValueError, match="peft cannot make these adapters, since a setting of LoRA is wrong: "):
+            refined(tmp_path, saved_base(tmp_path), lora_config(**options))
     wrapped = peft.get_peft_model(tiny_model("mdlm"), lora_config())
     with pytest.raises(ValueError, match="already has adapters"):
         make_trainer(tmp_path, model=wrapped, arguments={"peft_config": lora_config()})

@@ -99,6 +99,12 @@ def _check(options: argparse.Namespace) -> tuple[list[str], int]:
         raise ValueError(f"--num-samples {options.num_samples}: it must be at least 1.")
     if options.prompt and options.chat:
         raise ValueError("--prompt is continued and --chat is answered. Give one of them.")
+    for flag, texts in (("--prompt", options.prompt), ("--chat", options.chat)):
+        for text in texts:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:  # Python keeps a byte that is none as half a character
+                raise ValueError(f"{flag} {ascii(text[:60])} is not valid UTF-8. Give it in that encoding.") from None
     prompts = [text for text in options.prompt or options.chat for _ in range(options.num_samples)]
     num_rows = len(prompts) or options.num_samples
     if options.watch and num_rows != 1:

@@ -29,6 +29,8 @@ TARGETS = {
     "linear": r".*(blocks\.\d+\.(attn_qkv|attn_out|mlp\.[02])|output_layer\.linear)",
 }
 
+BIASES = ("none", "all", "lora_only")  # of peft, which learn beside the adapters
+
 
 def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **options: Any) -> LoraConfig:
     """A peft configuration for MDLM, DUO and adapted models.
@@ -41,7 +43,7 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
         options: any other field of peft's `LoraConfig` (use_dora, use_rslora, rank_pattern, lora_dropout, ...).
 
     Raises:
-        ValueError: unknown targets or option.
+        ValueError: unknown targets or option, a rank, scale or dropout that is none.
         ImportError: peft is not installed.
     """
     need("peft", "peft", "LoRA")
@@ -50,10 +52,27 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
     if targets not in TARGETS:
         raise ValueError(f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}.")
     fields = {"task_type": TASK, "target_modules": TARGETS[targets]}
+    _check_numbers(r, alpha, options.get("lora_dropout", 0.0))
+    if options.get("bias", "none") not in BIASES:
+        raise ValueError(f"bias={options['bias']!r} is not known; choose one of {', '.join(map(repr, BIASES))}.")
     try:
         return LoraConfig(r=r, lora_alpha=alpha, **fields | options)
     except TypeError as error:
         raise ValueError(f"{error}. LoRA takes targets, r, alpha and the fields of peft's LoraConfig.") from error
+
+
+def _check_numbers(r: int, alpha: float, dropout: float) -> None:
+    """Raise ValueError for what peft only meets while it makes the adapters, or never."""
+    numbers = {"r": r, "alpha": alpha, "lora_dropout": dropout}
+    for name, value in numbers.items():
+        if not isinstance(value, int if name == "r" else int | float) or isinstance(value, bool):
+            raise ValueError(f"{name} must be a{' whole' if name == 'r' else ''} number, but it is {value!r}.")
+    if r < 1:
+        raise ValueError(f"r={r}: the rank of adapters is at least 1.")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha={alpha}: it must be above 0, since the scale of adapters is alpha / r.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"lora_dropout={dropout}: it is a probability below 1.")
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -65,7 +84,8 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """`model` in new adapters, whose configuration names it for good: hub id and commit, or an absolute path.
 
     Raises:
-        ValueError: no configuration of peft, or the adapters reach a head that shares the embedding's weights.
+        ValueError: no configuration of peft or one that it cannot use, or the adapters reach a head that shares the
+            embedding's weights.
         ImportError: peft is not installed.
     """
     need("peft", "peft", "A peft_config")
@@ -78,7 +98,10 @@ def add_adapters(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     if which is not None and hasattr(model, "linear_layers"):  # another family has other names for these layers
         peft_config.target_modules = set(model.linear_layers(which))
     revision = peft_config.revision or getattr(model.config, "_commit_hash", None)
-    wrapped = get_peft_model(model, peft_config, revision=revision)
+    try:
+        wrapped = get_peft_model(model, peft_config, revision=revision)
+    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:  # which peft leaves to chance
+        raise ValueError(f"peft cannot make these adapters, since a setting of LoRA is wrong: {error}.") from error
     for config in wrapped.peft_config.values():
         name = config.base_model_name_or_path
         if name and Path(name).is_dir():
