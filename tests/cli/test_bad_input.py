@@ -161,6 +161,8 @@ RECIPES = [
     ("lora: {targets: linear, bias: foo}", "bias='foo' is not known; choose one of 'none', 'all', 'lora_only'"),
     ("lora: {depth: 3}", "unexpected keyword argument 'depth'"),
     ("push_to_hub: true", "push_to_hub needs the name"),
+    ("resume_from_checkpoint: /nothere", "resume_from_checkpoint='/nothere' does nothing here: --resume goes on"),
+    ("trainings: {a: {}, b: {resume_from_checkpoint: x}}", "resume_from_checkpoint='x' does nothing here"),
     ("global_batch_size: 8\ngradient_accumulation_steps: 2", "two ways to say one thing"),
 ]
 
@@ -194,6 +196,9 @@ COMMANDS = [
     (["train", "{recipe}", "stray"], "unexpected argument 'stray'"),
     (["train", "{recipe}", "--output_dir", "{recipe}"], "is a file"),
     (["train", "{recipe}", "--num_samples", "-1"], "num_samples=-1"),
+    (["train", "{recipe}", "--output_dir", ""], "--output_dir needs a value"),
+    (["train", "{recipe}", "--output_dir="], "--output_dir needs a value"),
+    (["train", "{recipe}", "--output_dir", "''"], "output_dir='' names no directory"),
     (["generate"], "required: model"),
     (["generate", "{here}"], "no config.json|There is no model"),
     (["generate", "nowhere"], "There is no model 'nowhere'"),

@@ -44,6 +44,7 @@ def test_defaults_are_the_papers(tmp_path):
         ({"attraction": -1}, "attraction=-1 is out of range"),
         ({"repulsion": "1"}, "repulsion must be a number, but it is '1'"),
         ({"attraction": 0, "repulsion": 0}, "give a field of zero"),
+        ({"objective": "mirror_kl", "attraction": 0, "repulsion": 0}, "give a field of zero"),
         ({"temperatures": []}, "temperatures must be a list of positive numbers"),
         ({"temperatures": [0.1, 0]}, "temperatures=0 is out of range: it must be above 0"),
         ({"temperatures": [0.1, -0.2]}, "temperatures=-0.2 is out of range"),
@@ -73,6 +74,7 @@ def test_defaults_are_the_papers(tmp_path):
         ({"gather_features": "no"}, "gather_features must be true or false, but it is 'no'"),
         ({"push_to_hub": 0}, "push_to_hub must be true or false, but it is 0"),
         ({"output_dir": 3}, "output_dir must be a path, but it is 3"),
+        ({"output_dir": ""}, "output_dir='' names no directory"),
         ({"objective": "alpha", "feature_layers": [2]}, r"no encoder, so feature_layers=\[2\] would do nothing"),
         ({"objective": "alpha", "encoder_timestep": 0.5}, "no encoder, so encoder_timestep=0.5 would do nothing"),
         ({"objective": "alpha", "encoder_input": "hard_st"}, "no encoder, so encoder_input='hard_st' would do nothing"),
@@ -157,6 +159,12 @@ def test_every_schedule_of_transformers_is_taken_with_settings_that_it_has(kind,
     args = config(tmp_path, **fields, eval_strategy="steps")
     assert args.lr_scheduler_type == kind
     assert args.lr_scheduler_kwargs == options
+
+
+@pytest.mark.parametrize("objective", ["mmd", "alpha", "none"])
+def test_a_field_of_zero_is_no_matter_where_there_is_no_field(objective, tmp_path):
+    args = config(tmp_path, objective=objective, base_loss_weight=1, attraction=0, repulsion=0)
+    assert args.attraction == args.repulsion == 0
 
 
 def test_the_layers_are_the_objectives_own(tmp_path):

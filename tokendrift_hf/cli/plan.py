@@ -51,6 +51,14 @@ class Training:
         return self.config.train_batch_size * self.config.gradient_accumulation_steps * self.config.world_size
 
 
+def run_folder(arguments: dict) -> Path:
+    """Where a run with these fields of `DriftConfig` is written. Raises ValueError for an empty name."""
+    folder = arguments.get("output_dir")
+    if folder is not None and not str(folder).strip():
+        raise ValueError(f"output_dir={folder!r} names no directory. Give a name, or leave it out for 'out'.")
+    return Path("out" if folder is None else folder)
+
+
 def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
     """The trainings of a recipe. The first is the one that it is about.
 
@@ -73,6 +81,11 @@ def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Traini
         own = {f.name for f in fields(Recipe)} & changes.keys()
         variant = replace(recipe, trainings=None, **{name: changes[name] for name in own})
         settings = arguments | {name: value for name, value in changes.items() if name not in own}
+        if settings.get("resume_from_checkpoint") is not None:
+            raise ValueError(
+                f"resume_from_checkpoint={settings['resume_from_checkpoint']!r} does nothing here: --resume goes on "
+                "with the run in output_dir, from its newest complete checkpoint. Leave the field out."
+            )
         if planned:
             settings["push_to_hub"] = False
         settings = _accumulated(settings, variant.global_batch_size)

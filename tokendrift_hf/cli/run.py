@@ -38,7 +38,7 @@ from ..training.drift_config import DriftConfig, recorded_settings, without_secr
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
 from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
-from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings
+from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings, run_folder
 from .recipe import AUTO, Recipe
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
@@ -120,7 +120,7 @@ class Run:
             ValueError: as `refine`.
         """
         arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
-        folder = Path(arguments.get("output_dir") or "out")
+        folder = run_folder(arguments)
         _refuse_other_content(folder, resume)
         recipe, arguments = _with_bf16(recipe, arguments, folder)
         trainings = plan_trainings(recipe, arguments, folder)

@@ -96,6 +96,6 @@ def field_flags(rest: list[str]) -> dict[str, str]:
         else:
             given[name].append(word)
     for name, words in given.items():
-        if not words:
+        if words in ([], [""]):  # such as an unset variable of a shell, which would count as null
             raise ValueError(f"--{name} needs a value, e.g. --{name} VALUE.")
     return {name: words[0] if len(words) == 1 else f"[{', '.join(words)}]" for name, words in given.items()}

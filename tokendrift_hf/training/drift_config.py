@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..hub.settings_tokendrift import MOST_STEPS
+from ..objective.drift_objective import DriftObjective
 from ..objective.lift import MODES
 from ..objective.objectives import OBJECTIVES
 from .libraries import check_accelerator_config, check_libraries
@@ -224,6 +225,8 @@ class DriftConfig(TrainingArguments):
                 raise ValueError(f"{f.name} must be true or false, but it is {value!r}.")
         if not isinstance(self.output_dir, str | os.PathLike | None):
             raise ValueError(f"output_dir must be a path, but it is {self.output_dir!r}.")
+        if self.output_dir is not None and not str(self.output_dir).strip():
+            raise ValueError(f"output_dir={self.output_dir!r} names no directory. Give a name, or leave it out.")
 
     def _check_inherited(self):
         for name in ("bf16_full_eval", "fp16_full_eval"):
@@ -254,7 +257,7 @@ class DriftConfig(TrainingArguments):
             _number("mirror_eta", self.mirror_eta, above=0)
         _number("attraction", self.attraction, at_least=0)
         _number("repulsion", self.repulsion, at_least=0)
-        if self.objective != "none" and self.attraction == self.repulsion == 0:
+        if OBJECTIVES.get(self.objective) is DriftObjective and self.attraction == self.repulsion == 0:
             raise ValueError("attraction=0 and repulsion=0 give a field of zero: set at least one of them above 0.")
         _number("queue_size", self.queue_size, at_least=0, whole=True)
         if not isinstance(self.temperatures, (list, tuple)) or not self.temperatures:
