@@ -53,6 +53,9 @@ RECIPES = [
     # types
     ("max_steps: many", "max_steps must be int, but it is 'many'"),
     ("max_steps: 2.5", "max_steps must be int"),
+    ('max_steps: "2"', "max_steps must be int, but it is '2'"),
+    ("max_steps: 1e3", "max_steps must be int, but it is '1e3'"),
+    ('num_steps: [4, "8"]', r"num_steps must be list\[int\], but it is \[4, '8'\]"),
     ("max_steps: true", "max_steps must be int"),
     ("max_steps: null", "max_steps must be int"),
     ("max_steps: [3]", "max_steps must be int"),

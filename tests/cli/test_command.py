@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from processes import run_forks, two_ranks
 from toys import word_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
+from tokendrift_hf import DriftTrainer
 from tokendrift_hf.cli import main
 from tokendrift_hf.data import load_text, pack_documents
 from tokendrift_hf.data.packing import spread_rows
@@ -80,6 +83,35 @@ def test_train_writes_models_table_plot_and_results(recipe, tmp_path, capsys):
     assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
     again = json.loads((out / "results.json").read_text())
     assert again["records"] == results["records"]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_ctrl_c_says_how_to_go_on(step, recipe, tmp_path, capsys, monkeypatch):
+    """As a stop signal does: from the last save if there is one."""
+    compute_loss = DriftTrainer.compute_loss
+
+    def interrupted(trainer, *args, **kwargs):
+        if trainer.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return compute_loss(trainer, *args, **kwargs)
+
+    call = ["train", recipe, "--output_dir", str(tmp_path / "run"), "--judge", "null", "--validation_split", "null"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DriftTrainer, "compute_loss", interrupted)
+        assert main(call) == 130
+        last = capsys.readouterr().err.splitlines()[-1]
+        nothing = "Nothing was saved. The same command with --resume begins anew."
+        goes_on = nothing if step == 0 else "The same command with --resume goes on from the last save."
+        assert last == f"tokendrift train: Interrupted. {goes_on}"
+        if step == 0:
+            assert main([*call[:3], str(tmp_path / "rehearsal"), "--dry-run"]) == 130
+            last = capsys.readouterr().err.splitlines()[-1]
+            assert last == "tokendrift train: Interrupted. Nothing was saved. Begin it anew."
+            assert not (tmp_path / "rehearsal").exists()
+    assert main([*call, "--resume"]) == 0
+    resumed = (tmp_path / "run/refined/model.safetensors").read_bytes()
+    assert main([*call[:3], str(tmp_path / "whole"), *call[4:]]) == 0
+    assert resumed == (tmp_path / "whole/refined/model.safetensors").read_bytes()
 
 
 def test_generate_writes_samples_with_their_settings(text_files, tmp_path, capsys):

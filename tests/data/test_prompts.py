@@ -24,6 +24,16 @@ def pairs_file(folder, pairs):
     return load_text(str(path), text_column="answer", prompt_column="question")
 
 
+def test_the_field_of_a_column_that_is_not_there_is_named(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": "b"}))
+    columns = r"it has \['question', 'answer'\]"
+    with pytest.raises(ValueError, match=f"no column 'p'; {columns}. Set prompt_column to one of them"):
+        load_text(str(path), text_column="answer", prompt_column="p")
+    with pytest.raises(ValueError, match=f"no column 'text'; {columns}. Set text_column to one of them"):
+        load_text(str(path), prompt_column="question")
+
+
 def test_rows_hold_prompt_completion_and_mask(text_model, tmp_path, caplog):
     tokenizer = text_model[1]
     long = "of the object " * 20

@@ -280,7 +280,7 @@ def _read_fields(
                 + " tokendrift train --help lists them."
             )
         kind = known[name].kind
-        read[name] = value = read_as(value, kind, (words or {}).get(name))
-        if not is_of(value, kind):
+        read[name] = read_as(value, kind, (words or {}).get(name))
+        if not is_of(read[name], kind):
             raise ValueError(f"{where}: {name} must be {type_name(kind)}, but it is {value!r}.")
     return read

@@ -78,10 +78,10 @@ def load_text(
             raise ValueError(f"There is no data set {name!r}: no file here, none on the hub ({reason}).") from error
     # The columns under the names that packing expects. A stream may not know its columns before it is read.
     wanted = {text_column: "text"} | ({} if prompt_column is None else {prompt_column: "prompt"})
-    for column in wanted:
+    for column, role in wanted.items():
         if text.column_names is not None and column not in text.column_names:
             raise ValueError(
-                f"{name} has no column {column!r}; it has {text.column_names}. Set text_column to one of them."
+                f"{name} has no column {column!r}; it has {text.column_names}. Set {role}_column to one of them."
             )
         if text.features is not None and text.features[column] not in TEXT:
             raise ValueError(f"column {column!r} of {name} is {text.features[column]}, not text.")
