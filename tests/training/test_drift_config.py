@@ -111,6 +111,15 @@ def test_defaults_are_the_papers(tmp_path):
         ({"log_level_replica": "loud"}, "log_level_replica='loud' is not known; choose one of"),
         ({"report_to": "foo"}, "report_to='foo' is not known; choose one of .*'wandb'"),
         ({"accelerator_config": {"foo": 1}}, "accelerator_config has no setting 'foo'. It takes split_batches"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"foo": 1}}},
+            "gradient_accumulation_kwargs of accelerator_config has no setting 'foo'. It takes num_steps",
+        ),
+        (
+            {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0},
+            "dataloader_prefetch_factor=0 is out of range",
+        ),
+        ({"adam_epsilon": -1.0}, "adam_epsilon=-1.0 is out of range"),
         ({"torch_compile_backend": "foo"}, "torch_compile_backend='foo' is not known; choose one of .*'inductor'"),
         ({"torch_compile_mode": "foo"}, "torch_compile_mode='foo' is not known; choose one of 'default'"),
         ({"gen_ppl_num_steps": 4}, r"gen_ppl_num_steps must be a list like \[4, 16\], but it is 4"),

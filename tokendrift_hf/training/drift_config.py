@@ -330,7 +330,9 @@ class DriftConfig(TrainingArguments):
             _number(name, getattr(self, name), at_least=1, whole=True)
         for name in ("dataloader_num_workers", "seed"):
             _number(name, getattr(self, name), at_least=0, whole=True)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs"):
+        if self.dataloader_prefetch_factor is not None:
+            _number("dataloader_prefetch_factor", self.dataloader_prefetch_factor, at_least=1, whole=True)
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs", "adam_epsilon"):
             _number(name, getattr(self, name), at_least=0)
         _number("max_steps", self.max_steps, at_least=-1, whole=True)
         for name in ("adam_beta1", "adam_beta2"):

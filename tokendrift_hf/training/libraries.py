@@ -5,17 +5,25 @@ from __future__ import annotations
 import inspect
 
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
+ACCUMULATION = "gradient_accumulation_kwargs"
+
 
 def check_accelerator_config(value) -> None:
     """Raise ValueError for names that `accelerator_config` does not know. To be asked before they are used."""
-    known = list(inspect.signature(AcceleratorConfig).parameters)
-    if isinstance(value, dict) and (unknown := [name for name in value if name not in known]):
-        raise ValueError(f"accelerator_config has no setting {unknown[0]!r}. It takes {', '.join(known)}.")
+    nested = value.get(ACCUMULATION) if isinstance(value, dict) else None
+    for where, settings, taker in (
+        ("accelerator_config", value, AcceleratorConfig),
+        (f"{ACCUMULATION} of accelerator_config", nested, GradientAccumulationPlugin),
+    ):
+        known = list(inspect.signature(taker).parameters)
+        if isinstance(settings, dict) and (unknown := [name for name in settings if name not in known]):
+            raise ValueError(f"{where} has no setting {unknown[0]!r}. It takes {', '.join(known)}.")
 
 
 def check_libraries(args: TrainingArguments) -> None:
