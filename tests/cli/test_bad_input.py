@@ -152,6 +152,11 @@ RECIPES = [
     ("trainings: {a: {output_dir: x}}", "a matter of the whole run"),
     ("trainings: {a: {hub_token: x}}", "a matter of the whole run"),
     ("trainings: {a: {}, cells: {}}", "where something else lies"),
+    ("trainings: {a: {objective: mmd, queue_size: 7}}", "'mmd' has no drift field, so its queue_size would do nothing"),
+    (
+        "objective: alpha\ntrainings: {a: {}, b: {temperatures: [1]}}",
+        "'b': .*so its temperatures would do nothing",
+    ),
     ("encoder: base", "there is no lora"),
     ("lora: {targets: everything}", "targets='everything'"),
     ("lora: {targets: linear, r: four}", "r must be a whole number, but it is 'four'"),

@@ -78,6 +78,12 @@ def test_defaults_are_the_papers(tmp_path):
         ({"objective": "alpha", "feature_layers": [2]}, r"no encoder, so feature_layers=\[2\] would do nothing"),
         ({"objective": "alpha", "encoder_timestep": 0.5}, "no encoder, so encoder_timestep=0.5 would do nothing"),
         ({"objective": "alpha", "encoder_input": "hard_st"}, "no encoder, so encoder_input='hard_st' would do nothing"),
+        (
+            {"objective": "mmd", "encoder_input": "hard_st"},
+            "tokens .* so encoder_input='hard_st' would do nothing",
+        ),
+        ({"objective": "mmd", "feature_pooling": "tokens"}, "one by one, so feature_pooling='tokens' would do nothing"),
+        ({"objective": "mmd", "feature_tokens": 8}, "one by one, so feature_tokens=8 would do nothing"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 never takes in a new weight"),
         ({"ema_decay": 0.0}, "ema_decay=0.0 is out of range"),
         (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..evaluation.grid import check_label
 from ..models.lora import lora_config
-from ..objective.objectives import name_of
+from ..objective.drift_objective import DriftObjective
+from ..objective.objectives import OBJECTIVES, name_of
 from ..training.drift_config import DriftConfig
 from .recipe import Recipe
 
@@ -22,6 +23,8 @@ MAIN_FOLDER = "refined"
 FILES = ("cells", "results.json", "table.md", "plot.png")  # that a run has beside its trainings
 # What is one training's alone to say: where it lies and what is published follows from its place in the run.
 OF_THE_RUN = ("output_dir", "push_to_hub", "hub_model_id", "hub_token", "use_cpu")
+
+DRIFT_FIELDS = ("drift_kernel", "temperatures", "attraction", "repulsion", "queue_size", "drift_scale")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Traini
             settings["push_to_hub"] = False
         settings = _accumulated(settings, variant.global_batch_size)
         config = DriftConfig(**settings | {"output_dir": str(folder / places[label])})
+        unused = [name for name in DRIFT_FIELDS if name in changes]  # beside trainings they may be meant for others
+        if unused and OBJECTIVES.get(config.objective) is not DriftObjective:
+            raise ValueError(
+                f"training {label!r}: objective={config.objective!r} has no drift field, so its {unused[0]} would do "
+                "nothing: leave it out."
+            )
         if variant.encoder == "base" and variant.lora is None:
             raise ValueError(
                 f"training {label!r}: encoder: base is the model with its adapters off, but there is no lora. Leave "

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from ..hub.settings_tokendrift import MOST_STEPS
 from ..objective.drift_objective import DriftObjective
 from ..objective.lift import MODES
+from ..objective.mmd_objective import MMDObjective
 from ..objective.objectives import OBJECTIVES
 from .libraries import check_accelerator_config, check_libraries
 from .schedule import check_schedule
@@ -24,6 +25,7 @@ KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
 BANDWIDTHS = (0.01, 100)  # in median distances: the kernel of such a distance is exp(-5000), or 1 but for 5e-5
 ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
+FEATURE_FIELDS = ("encoder_input", "feature_pooling", "feature_tokens")  # how the drift makes features of a prediction
 # The fields of TrainingArguments that decide, beside our own, which weights a batch of rows makes of which.
 OPTIMISATION = (
     "learning_rate",
@@ -294,13 +296,10 @@ class DriftConfig(TrainingArguments):
         if self.encoder_timestep > 1:
             raise ValueError(f"encoder_timestep={self.encoder_timestep} is out of range: a time lies in [0, 1].")
         objective = OBJECTIVES.get(self.objective)
+        if objective is MMDObjective:
+            self._refuse_unused(FEATURE_FIELDS, "gives its encoder drawn tokens and compares those one by one")
         if objective is not None and not objective.needs_encoder:
-            for name in ENCODER_FIELDS:
-                if getattr(self, name) != self.__dataclass_fields__[name].default:
-                    raise ValueError(
-                        f"objective={self.objective!r} has no encoder, so {name}={getattr(self, name)!r} would do "
-                        "nothing: leave it out."
-                    )
+            self._refuse_unused(ENCODER_FIELDS, "has no encoder")
             return
         default = getattr(objective, "default_layers", (-2, -1))
         if self.feature_layers is None and not callable(default):  # else it depends on the encoder's depth
@@ -311,6 +310,14 @@ class DriftConfig(TrainingArguments):
             for layer in self.feature_layers:
                 _number("feature_layers", layer, whole=True)
             self.feature_layers = list(self.feature_layers)
+
+    def _refuse_unused(self, names: tuple[str, ...], reason: str):
+        for name in names:
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"objective={self.objective!r} {reason}, so {name}={getattr(self, name)!r} would do nothing: leave "
+                    "it out."
+                )
 
     def _check_averages(self):
         if self.ema_decay is None:
