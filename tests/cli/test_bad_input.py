@@ -230,6 +230,8 @@ COMMANDS = [
     (["generate", "{base}", "--watch", "--num_samples", "2"], "--watch shows one text"),
     (["evaluate"], "required: MODEL"),
     (["evaluate", "{base}", "{base}"], "LABEL=MODEL"),
+    (["evaluate", os.fsdecode(b"\xff\xfe={base}")], "label .* cannot be shown in one line of text"),
+    (["evaluate", "a\nb={base}"], "label .* cannot be shown in one line of text"),
     (["evaluate", "{base}", "--num_steps", "0"], "num_steps"),
     (["evaluate", f"{'a' * 101}={{base}}"], "has 101 bytes"),
     (["evaluate", "{base}", "--num_seeds", "0"], "num_seeds=0"),

@@ -126,7 +126,7 @@ def _folder_name(label: str) -> str:
 
 def _check(label: str, changes: dict, places: dict[str, str]) -> None:
     check_label(label)
-    if label in (BASE, REAL_TEXT, ALL) or not label.isprintable() or not places[label]:
+    if label in (BASE, REAL_TEXT, ALL) or not places[label]:
         raise ValueError(f"A training cannot be called {label!r}. Take a label of letters and digits of its own.")
     taken = [*FILES, *list(places.values())[: list(places).index(label)]]
     if places[label].lower() in map(str.lower, taken):

@@ -80,10 +80,12 @@ class Cell:
 
 
 def check_label(label: str) -> None:
-    """Raise ValueError for a label of a model that is too long to be part of the names of files.
+    """Raise ValueError for a label of a model that cannot be part of the names of files, or of a table.
 
     A name takes 255 bytes at most, and those of cells and temporary files need a few dozen beside the label.
     """
+    if not label.isprintable():  # half characters, as of a name that is not UTF-8, cannot be written either
+        raise ValueError(f"The label {ascii(label[:40])} cannot be shown in one line of text. Take letters and digits.")
     if (size := len(label.encode("utf-8", "surrogatepass"))) > MOST_LABEL_BYTES:
         raise ValueError(
             f"The label {label[:40]!r}... has {size} bytes, but folders and files are named after it: at most "
