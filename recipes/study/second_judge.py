@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tokendrift_hf.data import load_text, pack_documents
+from tokendrift_hf.data.packing import spread_rows
 from tokendrift_hf.metrics.gen_ppl.gen_ppl import diversity
 from tokendrift_hf.models.loading import load_model, load_tokenizer
 
@@ -78,13 +79,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=100, help="of sampling; the quickstart's tables use 0, 1 and 2")
     options = parser.parse_args()
     tokenizer = load_tokenizer(str(Path(__file__).resolve().parents[1] / "quickstart" / "base"))
-    rows = {
-        part: np.array(pack_documents(load_text("documentation", split=part), tokenizer, LENGTH)["input_ids"])
+    blocks = {
+        part: pack_documents(load_text("documentation", split=part), tokenizer, LENGTH)
         for part in ("train", "judge", "validation", "reference")
     }
+    rows = {part: np.array(blocks[part]["input_ids"]) for part in ("train", "judge", "validation")}
     judge = NGrams(np.concatenate([rows["train"], rows["judge"]]), len(tokenizer))
     judge.fit(rows["validation"])
-    show("real text", None, judge, rows["reference"][: options.num_samples])
+    show("real text", None, judge, np.array(spread_rows(blocks["reference"], options.num_samples)))
     for name in options.models:
         path, _, temperature = name.partition("@")
         model = load_model(path, attn_implementation="eager").eval()
