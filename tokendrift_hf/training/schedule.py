@@ -33,7 +33,7 @@ def check_schedule(args: TrainingArguments) -> None:
         if missing := re.search(r"missing .* argument: '(\w+)'", str(error)):
             raise ValueError(
                 f"lr_scheduler_type={kind!r} needs {missing[1]}. Give lr_scheduler_kwargs: {{{missing[1]}: ...}}, such "
-                f"as {num_steps // 4} of {num_steps} steps."
+                f"as {-(-num_steps // 4)} of {num_steps} steps."
             ) from error
         raise ValueError(
             f"lr_scheduler_type={kind!r} does not work with lr_scheduler_kwargs={options!r}: {str(error).rstrip('.')}."
