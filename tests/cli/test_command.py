@@ -85,7 +85,16 @@ def test_train_writes_models_table_plot_and_results(recipe, tmp_path, capsys):
     assert again["records"] == results["records"]
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt. What a shell starts in the background, tests as well, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_says_how_to_go_on(step, recipe, tmp_path, capsys, monkeypatch):
     """As a stop signal does: from the last save if there is one."""
     compute_loss = DriftTrainer.compute_loss
