@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..training.stopping import TrainingStopped, ended_by_signals
+    from .plan import run_folder
     from .recipe import read_recipe
     from .rehearsal import rehearse
     from .run import Run, refine
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"tokendrift train: {stop} {again}", file=sys.stderr)
         return stop.code
     except KeyboardInterrupt:
-        saved = not options.dry_run and _is_saved(Path(arguments.get("output_dir") or "out"))
+        saved = not options.dry_run and _is_saved(run_folder(arguments))
         if not options.dry_run:
             again = f"The same command with --resume {'goes on from the last save' if saved else 'begins anew'}."
         print(f"tokendrift train: Interrupted. {'' if saved else 'Nothing was saved. '}{again}", file=sys.stderr)
