@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +121,27 @@ def test_no_logits_of_a_whole_batch_are_made_or_kept(objective, tmp_path, monkey
     assert max(largest) == 4
     assert max(saved) <= 4 * V
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("objective", ["feature", "mirror_kl", "mirror_mse", "mmd", "alpha", "none"])
+def test_a_step_leaves_nothing_in_memory(objective, tmp_path):
+    """A graph that held what came out of it was never freed: hidden states and model stayed, more with every step."""
+    model = tiny_model("mdlm")
+    batch = corrupted(model)
+    fields = {} if objective == "alpha" else {"feature_layers": [1]}
+    args = DriftConfig(
+        str(tmp_path), use_cpu=True, report_to="none", objective=objective, base_loss_weight=0.5, **fields
+    )
+    predictions, loss, logs = predict(model, model, batch, chunk_size=4), 0, {}
+    ask_for_nelbo(model.process, predictions, batch)
+    if objective != "none":
+        loss, logs = make_objective(args, FrozenEncoder.copy_of(model, layers=[1]))(predictions, batch)
+    loss = loss + batch_nelbo(model.process, predictions, batch)
+    loss.backward()
+    hidden = weakref.ref(predictions.inputs[0])
+    del predictions, loss, logs
+    gc.collect()
+    assert hidden() is None
 
 
 def test_one_pass_serves_the_lift_and_the_base_loss(tmp_path, monkeypatch):

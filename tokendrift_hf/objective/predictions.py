@@ -110,9 +110,13 @@ class Predictions:
         if vocab_size == self.vocab_size:
             return self
         head = self.head
+        return self._again(lambda *inputs: head(*inputs)[:, :vocab_size], vocab_size)
+
+    def _again(self, head: Callable[..., Tensor], vocab_size: int) -> Predictions:
+        """Others of the same positions, without what came out of these."""
         return Predictions(
             self.inputs,
-            lambda *inputs: head(*inputs)[:, :vocab_size],
+            head,
             self.predicted,
             vocab_size,
             positions=self.positions,
@@ -149,7 +153,9 @@ class Predictions:
 
     def _mapped(self, readings: Sequence[_Reading], columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._in_chunks():
-            return _Recomputed.apply(self, readings, columns, *self.inputs, *self.parameters)
+            # A copy: what comes out is kept here, and a graph that holds its own results is never freed.
+            alone = self._again(self.head, self.vocab_size)
+            return _Recomputed.apply(alone, readings, columns, *self.inputs, *self.parameters)
         return self._concatenated(readings, columns)
 
     def _in_chunks(self) -> bool:
