@@ -19,9 +19,6 @@ AFFINITY_FLOOR = 1e-3  # least affinity of any pair, the anchor with itself incl
 MIN_DISTANCE = 1e-4
 MIN_SCALE = 1e-3
 
-# Pairs of an anchor and a reference at a time: 4 MiB in float32, which stay in the caches of a processor.
-PAIRS_AT_A_TIME = {"cpu": 2**20}
-
 
 @dataclass(frozen=True)
 class DriftField:
@@ -151,13 +148,12 @@ class _Geometry:
 
     Attributes:
         anchors: h, ``[..., B, m]``, centred.
-        references: u and v, ``[..., P + N, m]``, centred likewise.
+        references: u and -v, ``[..., P + N, m]``, centred likewise.
         num_positives: P.
         distance: ``[..., B, P + N]``.
         cost: of the kernel, likewise. inf where a pair does not count.
         excluded: ``[..., B, 1]``, the column of the pair that does not count. None if all do.
         floor: the least log-affinity.
-        parts: the anchors, some at a time.
     """
 
     anchors: Tensor
@@ -167,7 +163,6 @@ class _Geometry:
     cost: Tensor
     excluded: Tensor | None
     floor: float
-    parts: list[slice]
 
     @classmethod
     def of(
@@ -177,22 +172,13 @@ class _Geometry:
         exact = torch.float32 if h.device.type == "mps" else torch.float64
         # Only differences matter, and those of centred features keep their digits.
         centre = h.to(exact).mean(dim=-2, keepdim=True)
-        num_positives = u.shape[-2]
-        h, references = (x.to(exact) - centre for x in (h, torch.cat([u, v], dim=-2)))
-        parts = _parts(h.shape[:-1], references.shape[-2], h.device.type)
-        distance = torch.empty(*h.shape[:-1], references.shape[-2], dtype=dtype, device=h.device)
-        if exact == torch.float64:
-            # |a|^2 + |b|^2 - 2ab loses the distance between nearly equal vectors. Centred and in float64 it does not.
-            squares = references.square().sum(dim=-1).unsqueeze(-2)
-            for part in parts:
-                some = h[..., part, :]
-                square = (-2 * some @ references.mT).add_(squares).add_(some.square().sum(dim=-1, keepdim=True))
-                distance[..., part, :] = square.clamp_(min=0).sqrt_()
-        else:
-            distance.copy_(torch.cdist(h, references, compute_mode="donot_use_mm_for_euclid_dist"))
+        h, u, v = (x.to(exact) - centre for x in (h, u, v))
+        # |a|^2 + |b|^2 - 2ab loses the distance between nearly equal vectors. Centred and in float64 it does not.
+        expand = "use_mm" if exact == torch.float64 else "donot_use_mm"
+        distance = torch.cdist(h, torch.cat([u, v], dim=-2), compute_mode=f"{expand}_for_euclid_dist")
         own = None
         if self_index is not None:
-            own = (num_positives + self_index.to(h.device).long())[:, None].expand(*distance.shape[:-1], 1)
+            own = (u.shape[-2] + self_index.to(h.device).long())[:, None].expand(*distance.shape[:-1], 1)
         if kernel == "paper":
             cost, excluded, floor = distance.square(), own, -math.inf
             if own is not None:
@@ -201,87 +187,57 @@ class _Geometry:
             cost, excluded, floor = distance.clamp(min=MIN_DISTANCE), None, math.log(AFFINITY_FLOOR)
             cost /= cost.mean().clamp(min=MIN_SCALE)
             if own is not None:
-                cost.scatter_add_(-1, own, torch.full_like(own, SELF_PENALTY, dtype=dtype))
-        return cls(h.to(dtype), references.to(dtype), num_positives, distance, cost, excluded, floor, parts)
+                cost.scatter_add_(-1, own, torch.full_like(own, SELF_PENALTY, dtype=exact))
+        tensors = (x.to(dtype) for x in (h, torch.cat([u, -v], dim=-2), distance, cost))
+        h, references, distance, cost = tensors
+        return cls(h, references, u.shape[-2], distance, cost, excluded, floor)
 
     def field_at(self, tau: float, attraction: float, repulsion: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The field of one temperature at RMS norm 1, its RMS norm before that, and the effective references."""
         lowest, tiny = torch.finfo(self.cost.dtype).min, torch.finfo(self.cost.dtype).tiny
-        log_column = self._log_column_sums(tau)
-        pulls = [self._pull(part, tau, log_column, (attraction, repulsion)) for part in self.parts]
-        pull, noise, log_mass, effective = (torch.cat(x, dim=-2) for x in zip(*pulls, strict=True))
-        # The masses sum A+ sum A- of all anchors may be too small for any float: take the largest one out.
-        log_unit = log_mass.amax().clamp(min=lowest)
-        mass = (log_mass - log_unit).exp()
-        field, noise = mass * pull, eps * mass * noise
-        mean_square = field.square().sum(dim=-1).mean()
-        field = field / (mean_square + noise.square().mean()).sqrt().clamp(min=tiny)
-        exact = torch.float32 if field.device.type == "mps" else torch.float64
-        return field, mean_square.to(exact).sqrt() * log_unit.to(exact).exp(), effective.mean()
-
-    def _log_column_sums(self, tau: float) -> Tensor:
-        """Log-normaliser of the softmax over all anchors, ``[..., 1, P + N]``."""
-        lowest, largest = torch.finfo(self.cost.dtype).min, torch.finfo(self.cost.dtype).max
-        # A column in which nothing is left costs inf throughout, and inf - inf is NaN.
-        least = self.cost.amin(dim=-2, keepdim=True).clamp(max=largest)
-        total = torch.zeros_like(least)
-        for part in self.parts:
-            total += (self.cost[..., part, :] - least).mul_(-1 / tau).exp_().sum(dim=-2, keepdim=True)
-        return (total.log() - least / tau).clamp(min=lowest)
-
-    def _pull(
-        self, part: slice, tau: float, log_column: Tensor, weights: tuple[float, float]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What draws these anchors, in units of their mass.
-
-        Returns:
-            a sum_j A+_ij (u_j - h_i) / sum_j A+_ij - r sum_k A-_ik (v_k - h_i) / sum_k A-_ik, ``[..., b, m]``. The same
-            sums of |u_j - h_i| and |v_k - h_i|, added up, which is the scale of the rounding noise. The logarithm of
-            the mass. The exp(entropy) of the softmax over all references. The last three are ``[..., b, 1]``.
-        """
-        lowest, tiny = torch.finfo(self.cost.dtype).min, torch.finfo(self.cost.dtype).tiny
-        log_row, effective = self._row_sums(part, tau)
-        log_affinity = self.cost[..., part, :].mul(-1 / tau).sub_(0.5 * log_row).sub_(0.5 * log_column)
+        s = self.cost * (-1 / tau)
+        log_row, effective = self._row_sums(s)
+        # clamp: a column in which nothing is left is -inf throughout, and -inf - (-inf) is NaN.
+        log_column = torch.logsumexp(s, dim=-2, keepdim=True).clamp(min=lowest)
+        log_affinity = s.sub_(0.5 * log_row).sub_(0.5 * log_column)
         if self.floor > -math.inf:
             log_affinity.clamp_(min=self.floor)
 
-        # Affinities of either side, with the largest of an anchor taken out, become weights that add up to a and r.
-        cut = [self.num_positives, log_affinity.shape[-1] - self.num_positives]
-        sides = log_affinity.split(cut, dim=-1)
-        log_mass = 0.0
-        for side, weight, sign in zip(sides, weights, (1, -1), strict=True):
+        # Affinities with the largest of an anchor taken out, on either side, and their sums: in place, for they are
+        # many.
+        sides = log_affinity.split([self.num_positives, log_affinity.shape[-1] - self.num_positives], dim=-1)
+        sums, log_masses = [], []
+        for side in sides:
             largest = side.amax(dim=-1, keepdim=True).clamp(min=lowest) if side.shape[-1] else side.new_zeros(())
-            total = side.sub_(largest).exp_().sum(dim=-1, keepdim=True)
-            log_mass = log_mass + (total.log() + largest)
-            side.mul_(sign * weight / total.clamp(min=tiny))
-        attraction, repulsion = weights
-        pull = log_affinity @ self.references - (attraction - repulsion) * self.anchors[..., part, :]
-        toward, away = (
-            torch.linalg.vecdot(side, distance)
-            for side, distance in zip(sides, self.distance[..., part, :].split(cut, dim=-1), strict=True)
-        )
-        return pull, (toward - away).unsqueeze(-1), log_mass, effective
+            sums.append(side.sub_(largest).exp_().sum(dim=-1, keepdim=True))
+            log_masses.append(sums[-1].log() + largest)
+        # The masses sum A+ sum A- of all anchors may be too small for any float: take the largest one out.
+        log_mass = log_masses[0] + log_masses[1]
+        log_unit = log_mass.amax().clamp(min=lowest)
+        mass = (log_mass - log_unit).exp()
+        for side, total, weight in zip(sides, sums, (attraction, repulsion), strict=True):
+            side.mul_(weight * mass / total.clamp(min=tiny))
+        weights = log_affinity
+        field = weights @ self.references - (attraction - repulsion) * mass * self.anchors
 
-    def _row_sums(self, part: slice, tau: float) -> tuple[Tensor, Tensor]:
-        """Of the softmax over all references: its log-normaliser, and its exp(entropy), both ``[..., b, 1]``."""
-        lowest = torch.finfo(self.cost.dtype).min
-        least = self.cost[..., part, :].amin(dim=-1, keepdim=True)
-        shifted = (self.cost[..., part, :] - least).mul_(-1 / tau)
+        # What pulls and pushes, were all the references in one direction: the scale of the rounding noise.
+        noise = eps * torch.linalg.vecdot(weights, self.distance)
+        mean_square = field.square().sum(dim=-1).mean()
+        field = field / (mean_square + noise.square().mean()).sqrt().clamp(min=tiny)
+        exact = torch.float32 if field.device.type == "mps" else torch.float64
+        return field, mean_square.to(exact).sqrt() * log_unit.to(exact).exp(), effective
+
+    def _row_sums(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the softmax over all references: its log-normaliser ``[..., B, 1]``, and the mean of exp(entropy)."""
+        lowest = torch.finfo(s.dtype).min
+        largest = s.amax(dim=-1, keepdim=True).clamp(min=lowest)
+        shifted = s - largest
         p = shifted.exp()
         total = p.sum(dim=-1, keepdim=True)
         if self.excluded is not None:
-            shifted.scatter_(-1, self.excluded[..., part, :], 0.0)  # 0 * -inf is NaN
-        entropy = total.log() - torch.linalg.vecdot(p, shifted).unsqueeze(-1) / total
-        return (total.log() - least / tau).clamp(min=lowest), entropy.exp()
-
-
-def _parts(anchors: torch.Size, num_references: int, device: str) -> list[slice]:
-    """The anchors some at a time, so that what lies between them and the references fits."""
-    *leading, number = anchors
-    at_a_time = number
-    if device in PAIRS_AT_A_TIME:
-        at_a_time = max(1, PAIRS_AT_A_TIME[device] // (math.prod(leading) * num_references))
-    return [slice(start, start + at_a_time) for start in range(0, number, at_a_time)]
+            shifted.scatter_(-1, self.excluded, 0.0)  # 0 * -inf is NaN
+        entropy = total.log().squeeze(-1) - torch.linalg.vecdot(p, shifted) / total.squeeze(-1)
+        return (largest + total.log()).clamp(min=lowest), entropy.exp().mean()
 
 
 def _check_features(features: Tensor, positives: Tensor, negatives: Tensor, self_index: Tensor | None) -> None:
