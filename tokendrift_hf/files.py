@@ -48,3 +48,11 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, where an object of names and values is needed.")
     return value
+
+
+def check_folder(argument: str, folder: Path) -> None:
+    """Raise ValueError if no folder can be made there because it, or what it should lie in, is a file."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if there is not None and not there.is_dir():
+        where = "is a file" if there == folder else f"cannot be made: {there} is a file"
+        raise ValueError(f"{argument}={folder} {where}. Name a directory.")

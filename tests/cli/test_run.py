@@ -13,7 +13,8 @@ from conftest import run_python
 
 from tokendrift_hf import lock
 from tokendrift_hf.cli import main
-from tokendrift_hf.cli.run import Run, _history
+from tokendrift_hf.cli.folder import read_history
+from tokendrift_hf.cli.run import Run
 from tokendrift_hf.training.drift_trainer import DriftTrainer
 
 RECIPE = """
@@ -226,6 +227,17 @@ def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
 
 
+def test_a_finished_training_that_lost_its_weights_goes_on_from_its_checkpoint(recipe, whole, tmp_path, caplog):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "refined/model.safetensors").unlink()
+    shutil.rmtree(out / "refined/checkpoint-6")
+    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
+    assert "was finished, but its weights are gone. It goes on from its newest checkpoint" in caplog.text
+    assert (out / "refined/checkpoint-6").is_dir()
+    assert_same_model(out, whole)
+
+
 def test_what_was_dropped_is_said_and_how_the_text_was_cut_is_on_the_card(recipe, tmp_path, caplog):
     """Rows x (length - 2) + dropped = tokens and an eos for each of the nine documents."""
     fresh = tmp_path / "fresh.jsonl"  # in no cache
@@ -323,4 +335,4 @@ def test_a_damaged_history_is_named_before_the_evaluation(content, tmp_path):
     path = tmp_path / "training.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="training.json (cannot be read|holds|is not what a finished training leaves)"):
-        _history(path)
+        read_history(tmp_path)

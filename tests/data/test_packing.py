@@ -82,6 +82,17 @@ def test_without_insert_eos_documents_touch():
     assert rows == [{"input_ids": [8, 1, 2, 3, 9]}, {"input_ids": [8, 4, 5, 6, 9]}]
 
 
+def test_documents_without_text_are_left_out_and_counted(tokenizer, caplog):
+    """Rows of a JSONL file that lack the field are None: each would be an eos, so a broken file would teach eos."""
+    rows = list(pack_tokens([[1, 2], [], [3]], 5, bos=8, eos=9))
+    assert rows == [{"input_ids": [8, 1, 2, 9, 9]}]
+    documents = datasets.Dataset.from_dict({"text": [None, "1 2 3", "", None, "4 5"]})
+    with caplog.at_level(logging.WARNING, "tokendrift_hf.data.packing"):
+        (row,) = pack_documents(documents, tokenizer, 8)
+    assert row["input_ids"].count(tokenizer.eos_token_id) == 2 + 1
+    assert "3 of 5 documents have no text and are left out." in caplog.text
+
+
 def test_without_wrap_every_document_has_its_own_padded_row(tokenizer, caplog):
     """Long documents are cut (and counted), short ones padded with attention_mask 0, empty ones have no row."""
     with caplog.at_level(logging.INFO, "tokendrift_hf.data.packing"):
@@ -205,6 +216,43 @@ def test_local_files(tmp_path):
 
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     assert list(load_text(str(tmp_path / "rows.parquet"), text_column="body")["text"])[-1] == "document 19"
+
+
+def test_a_file_is_known_by_its_ending_in_capitals_too(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "A.TXT").write_text("first")
+    (folder / "b.txt").write_text("second")
+    assert list(load_text(str(folder / "A.TXT"))["text"]) == ["first"]
+    assert list(load_text(str(folder))["text"]) == ["first", "second"]
+    with pytest.raises(ValueError, match="there is no file .*C.JSONL"):
+        load_text(str(tmp_path / "C.JSONL"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.jsonl", b'{"text": "a"}\n{"text": "b"\n{"te'),
+        ("latin.txt", "caf\xe9 au lait".encode("latin-1")),
+        ("latin.jsonl", '{"text": "caf\xe9"}'.encode("latin-1")),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name, content, streaming, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} cannot be read as (json|text): .*(JSON parse error|utf-8)"):
+        load_text(str(tmp_path / name), streaming=streaming)
+
+
+def test_where_a_stream_breaks_off_is_said(tokenizer, tmp_path):
+    """Its first file is good, so that only reading on shows it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "1 2 3 4 5 6 7"}\n' * 1001)
+    (folder / "b.jsonl").write_text('{"body": "1"}\n')
+    stream = pack_documents(load_text(str(folder), streaming=True), tokenizer, 8)
+    with pytest.raises(ValueError, match="cannot be read on after 1,001 documents (?s:.*)body"):
+        list(stream)
 
 
 def test_a_bad_local_corpus_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -219,15 +220,26 @@ def test_cells_of_the_version_before_are_found(monkeypatch):
         ({"versions": "all"}, "was scored by version None"),
         ({"seed": 1}, "is not the record of this cell"),
         (None, "is not the record of this cell"),
+        ({"entropy": "high"}, "has entropy='high', which no record of a cell has"),
+        ({"num_forward_calls": None}, "has num_forward_calls=None"),
+        ({"degenerate": 3}, "has degenerate=3"),
+        ('{"model": "ba', "is damaged .*cut off"),
+        ("[1]", "is damaged .*holds a list"),
+        ("\0" * 9, "is damaged"),
     ],
 )
-def test_a_cell_that_another_version_of_the_metric_scored_is_scored_anew(harness, tmp_path, caplog, change, message):
-    """Version 1 took the special tokens for others than they are, and its figures stood beside those of version 2."""
+def test_a_cell_that_is_not_what_it_should_be_is_scored_anew(harness, tmp_path, caplog, change, message):
+    """Of another version of the metric, of other settings, cut off or damaged.
+
+    Version 1 took the special tokens for others than they are, and its figures stood beside those of version 2.
+    """
     cell = harness.cell("base", 1, 1.0, 0)
     (right,) = harness.run([cell])
     path = tmp_path / "cells" / cell.file_name
-    path.write_text(json.dumps({} if change is None else right | {"gen_ppl": -1.0} | change))
+    if not isinstance(change, str):
+        change = json.dumps({} if change is None else right | {"gen_ppl": -1.0} | change)
+    path.write_text(change)
     (found,) = harness.run([cell])
     assert found["gen_ppl"] == right["gen_ppl"]
     assert json.loads(path.read_text())["gen_ppl"] == right["gen_ppl"]
-    assert message in caplog.text
+    assert re.search(message, caplog.text)

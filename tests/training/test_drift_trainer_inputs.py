@@ -294,6 +294,8 @@ def test_rows_without_ids_or_too_long_stop_the_training(tmp_path):
             {"eval_dataset": {"a": toy_rows(2), "b": toy_rows(2)}},
             {"metric_for_best_model": "loss"},
         ),
+        ("mmd_credit=16 reaches beyond a row, which has 16 tokens", {}, {"objective": "mmd", "mmd_credit": 16}),
+        ("alpha_window=17 is longer than a row", {}, {"objective": "alpha", "alpha_window": 17}),
         ("One row a micro-batch and queue_size=0", {}, {"per_device_train_batch_size": 1, "queue_size": 0}),
     ],
 )
@@ -409,6 +411,31 @@ def test_arguments_of_another_type_are_refused_at_once(change, message, tmp_path
     arguments = {"model": tiny_model("mdlm"), "args": config(tmp_path), "train_dataset": toy_rows(4)} | change
     with pytest.raises(ValueError, match=message):
         DriftTrainer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda rows: rows, "data_collator gave a list. Needed is a dictionary with input_ids"),
+        (lambda rows: None, "data_collator gave a NoneType"),
+        (
+            lambda rows: {"labels": torch.zeros(2, 8)},
+            r"data_collator gave \['labels'\] with input_ids of kind NoneType",
+        ),
+        (lambda rows: {"input_ids": [row["input_ids"] for row in rows]}, "input_ids of kind list"),
+        (
+            lambda rows: {"input_ids": torch.zeros(2, 8)},
+            r"input_ids of kind torch.float32 \[2, 8\]. Needed is a tensor",
+        ),
+        (lambda rows: {"input_ids": torch.zeros(8, dtype=torch.long)}, r"of kind torch.int64 \[8\]"),
+    ],
+)
+@pytest.mark.parametrize("use", ["train", "evaluate"])
+def test_what_a_collator_of_the_users_own_gives_is_looked_at(collate, message, use, tmp_path):
+    arguments = {"data_collator": collate, "train_dataset": toy_rows(4), "eval_dataset": toy_rows(4)}
+    trainer = DriftTrainer(tiny_model("mdlm"), config(tmp_path), **arguments)
+    with pytest.raises(ValueError, match=message):
+        getattr(trainer, use)()
 
 
 @pytest.mark.parametrize("rows", [toy_rows(4), tuple(toy_rows(4)), Dataset.from_list(toy_rows(4))], ids=type)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..evaluation.sampling import Sampling
-from ..files import read_json, write_json
+from ..files import check_folder, read_json, write_json
 from .fields import add_options, from_options, spellings
 
 HELP = "sample and score models over steps, temperatures and seeds"
@@ -106,6 +106,7 @@ def _refuse_other_content(folder: Path, asked: dict) -> None:
     """Raise ValueError if the folder holds anything but an evaluation of these models by this judge."""
     from ..lock import LOCK
 
+    check_folder("output_dir", folder)
     path = folder / "results.json"
     if path.is_file():
         before = read_json(path)

@@ -54,14 +54,6 @@ class Training:
         return self.config.train_batch_size * self.config.gradient_accumulation_steps * self.config.world_size
 
 
-def run_folder(arguments: dict) -> Path:
-    """Where a run with these fields of `DriftConfig` is written. Raises ValueError for an empty name."""
-    folder = arguments.get("output_dir")
-    if folder is not None and not str(folder).strip():
-        raise ValueError(f"output_dir={folder!r} names no directory. Give a name, or leave it out for 'out'.")
-    return Path("out" if folder is None else folder)
-
-
 def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Training]:
     """The trainings of a recipe. The first is the one that it is about.
 

@@ -63,11 +63,16 @@ def rehearse(run: Run) -> dict:
     if PartialState().is_main_process:
         num_steps = run.num_steps(run.main)
         total = f", {duration(seconds * num_steps)} for {num_steps} steps" if num_steps > 0 else ""
-        whose = "the process" if training.config.device.type == "cpu" else "a device"
+        memory = f"Peak memory of a device: {peak / GIB:.2f} GiB."
+        if training.config.device.type == "cpu":  # whose allocator is not torch's
+            memory = (
+                f"Peak memory of the process: {peak / GIB:.2f} GiB. A long run takes more, of small models up to "
+                "three times that: what a step frees stays in pieces."
+            )
         print(
             run.describe(run.main, trainer),
             f"Measured in two steps: {seconds:.3g} s a step{total}, without evaluations and saves.",
-            f"Peak memory of {whose}: {peak / GIB:.2f} GiB.",
+            memory,
             f"A push would upload to {run.main.config.hub_model_id or 'hub_model_id, which is not set,'}:",
             *(f"  {size:>13,} bytes  {name}" for name, size in files.items()),
             sep="\n",

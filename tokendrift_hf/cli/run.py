@@ -28,7 +28,7 @@ from ..evaluation.grid import Harness
 from ..evaluation.report import PLOT, write_report
 from ..extras import need
 from ..files import read_json, write_json
-from ..lock import LOCK, locked_by_first
+from ..lock import locked_by_first
 from ..models.compiled import compile_blocks
 from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
@@ -37,12 +37,10 @@ from ..publishing.upload import publish
 from ..training.drift_config import DriftConfig, recorded_settings, without_secrets
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
+from .folder import HISTORY, SETTINGS, is_finished, read_history, refuse_other_content, run_folder
 from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
-from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings, run_folder
+from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings
 from .recipe import AUTO, Recipe
-
-SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
-HISTORY = "training.json"  # in the same folder, once the training is done: its log, losses and card
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
@@ -63,7 +61,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
     with locked_by_first(run.folder):  # nothing has been written so far
-        _refuse_other_content(run.folder, resume)  # which may have come while the model and the text were loaded
+        refuse_other_content(run.folder, resume)  # which may have come while the model and the text were loaded
         results = {"recipe": asdict(recipe), "arguments": without_secrets(run.arguments), "training": {}}
         for training in run.trainings:
             results["training"][training.label] = run.train_or_resume(training, resume=resume)
@@ -121,7 +119,7 @@ class Run:
         """
         arguments = {"report_to": "none", "use_cpu": not torch.accelerator.is_available()} | arguments
         folder = run_folder(arguments)
-        _refuse_other_content(folder, resume)
+        refuse_other_content(folder, resume)
         recipe, arguments = _with_bf16(recipe, arguments, folder)
         trainings = plan_trainings(recipe, arguments, folder)
         labels = [training.label for training in trainings]
@@ -155,7 +153,7 @@ class Run:
         train_rows = _described(splits["train"])
         run = cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, train_rows, task_index)
         for training in trainings[1:]:  # the first one's trainer is built next, the others' after hours
-            if not (resume and (training.folder / HISTORY).is_file()):
+            if not (resume and is_finished(training.folder)):
                 run.check(training)
         return run
 
@@ -232,8 +230,8 @@ class Run:
                     f"The training in {training.folder} was made with other settings (there, asked for now): "
                     f"{changed}. Name another --output_dir, or remove {training.folder} to have it made anew."
                 )
-            if (training.folder / HISTORY).is_file():
-                return _history(training.folder / HISTORY)
+            if is_finished(training.folder):
+                return read_history(training.folder)
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
             print(self.describe(training, trainer), flush=True)
@@ -337,43 +335,6 @@ class Run:
             settings = (self.recipe.judge, sampling.num_samples, sampling.sampler)
             card.add_results(comparison.rows, self.main.label, *settings, table)
         card.save(self.main.folder)
-
-
-def _refuse_other_content(folder: Path, resume: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder} is a file. Name a directory.")
-    if not any(path.is_file() and path.name != LOCK for path in folder.rglob("*")):
-        return
-    if not resume:
-        raise ValueError(
-            f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
-            "add --resume to go on with the run in it."
-        )
-    if not any(_is_settings(path) for path in folder.glob(f"*/{SETTINGS}")):
-        raise ValueError(
-            f"output_dir={folder} holds something else than a run of tokendrift train: there is nothing to resume, "
-            "and nothing is overwritten. Name another --output_dir."
-        )
-
-
-def _history(path: Path) -> dict:
-    """What a finished training left. Raises ValueError if that is damaged."""
-    history = read_json(path)
-    card = history.get("card")
-    known = isinstance(card, dict) and {"kind", "model_class"} <= card.keys() <= {f.name for f in fields(Card)}
-    if not known or not isinstance(history.get("log_history"), list):
-        raise ValueError(
-            f"{path} is not what a finished training leaves. Remove it: --resume goes on from the newest checkpoint."
-        )
-    return history
-
-
-def _is_settings(path: Path) -> bool:
-    """Whether a file is what `Run.write_settings` wrote, and no other program's settings.json."""
-    try:
-        return "objective" in read_json(path)
-    except ValueError:
-        return False
 
 
 def _with_bf16(recipe: Recipe, arguments: dict, folder: Path) -> tuple[Recipe, dict]:

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..training.stopping import TrainingStopped, ended_by_signals
-    from .plan import run_folder
+    from .folder import is_saved, run_folder
     from .recipe import read_recipe
     from .rehearsal import rehearse
     from .run import Run, refine
@@ -81,20 +81,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"tokendrift train: {stop} {again}", file=sys.stderr)
         return stop.code
     except KeyboardInterrupt:
-        saved = not options.dry_run and _is_saved(run_folder(arguments))
+        saved = not options.dry_run and is_saved(run_folder(arguments))
         if not options.dry_run:
             again = f"The same command with --resume {'goes on from the last save' if saved else 'begins anew'}."
         print(f"tokendrift train: Interrupted. {'' if saved else 'Nothing was saved. '}{again}", file=sys.stderr)
         return 130
     return 0
-
-
-def _is_saved(folder: Path) -> bool:
-    """Whether a run has left anything in its folder to go on from: a whole checkpoint or a finished training."""
-    from ..training.manifest import MANIFEST
-    from .run import HISTORY
-
-    return any(path.is_file() for name in (f"*/checkpoint-*/{MANIFEST}", f"*/{HISTORY}") for path in folder.glob(name))
 
 
 def field_flags(rest: list[str]) -> dict[str, str]:

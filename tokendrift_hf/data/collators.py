@@ -53,6 +53,20 @@ class CleanCollator:
         return batch
 
 
+def checked_batch(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The batch of a collator, which may be the user's own. Raises ValueError unless it has token ids [B, L]."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"data_collator gave a {type(batch).__name__}. Needed is a dictionary with input_ids [B, L].")
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"data_collator gave {sorted(map(str, batch))} with input_ids of kind {found}. Needed is a tensor [B, L] "
+            "of clean token ids. Leave data_collator out to have the rows stacked."
+        )
+    return batch
+
+
 def _column(rows: list[dict], name: str, lengths: list[int] | None = None) -> list[Tensor]:
     """The whole numbers of a column, a row each. `lengths` says how many there must be."""
     if not rows or not all(isinstance(row, Mapping) for row in rows):

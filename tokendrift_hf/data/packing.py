@@ -2,8 +2,9 @@
 
 The way from text to training rows is that of the MDLM and DUO releases (kuleshov-group/mdlm, s-sahoo/duo,
 `dataloader.py`): every document is followed by eos, all documents are concatenated, cut into chunks of `block_size - 2`
-tokens, and each chunk is put between bos and eos. Only the remainder at the very end of the corpus is dropped (the
-reference drops one in every map batch of 1000 documents), and it is counted in the log.
+tokens, and each chunk is put between bos and eos. Two things differ. Only the remainder at the very end of the corpus
+is dropped, where the reference drops one in every map batch of 1000 documents, and it is counted in the log. Documents
+without text are left out, where the reference makes each of them an eos.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def pack_documents(
     """Rows of exactly `block_size` token ids from documents of any length.
 
     Args:
-        documents: rows with a column `text`.
+        documents: rows with a column `text`. Those without text are left out, with a warning.
         tokenizer: any tokenizer with an eos token. Where it has no bos or pad token, eos stands in.
         block_size: tokens in a row, at least 3, bos and eos included.
         wrap: documents flow on from row to row. False: one row per document, cut or padded to `block_size`, with a
@@ -100,11 +101,13 @@ def pack_tokens(
 ) -> Generator[dict[str, list[int]], None, int]:
     """The packing rule on token ids: rows of [bos] + (block_size - 2 tokens) + [eos] until fewer tokens are left.
 
+    Documents without tokens are left out.
+
     The value of the generator is the number of tokens dropped at the end, below `block_size - 2`.
     """
     size = block_size - 2
     pending: list[int] = []
-    for ids in documents:
+    for ids in filter(None, documents):
         pending += ids
         if insert_eos:
             pending.append(eos)
@@ -194,9 +197,25 @@ def _refuse_short(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase,
 
 
 def _token_lists(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    texts = (row["text"] or "" for row in documents)
+    texts = _texts(documents)
     while batch := list(islice(texts, _DOCUMENTS_PER_CALL)):
         yield from tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _texts(documents: Iterable[dict]) -> Iterator[str]:
+    rows, read = iter(documents), 0
+    while True:
+        try:
+            row = next(rows, None)
+        except (ValueError, TypeError) as error:  # of pyarrow and datasets. A stream says it only there
+            raise ValueError(
+                f"The text cannot be read on after {read:,} documents ({error}). Look at what follows them: it is of "
+                "another kind than what came before, or not in UTF-8."
+            ) from error
+        if row is None:
+            return
+        read += 1
+        yield row["text"] or ""
 
 
 def _rows(
@@ -229,6 +248,8 @@ def _rows(
         dropped = yield from pad_tokens(counted(), block_size, bos=bos, eos=eos, pad=pad)
         where = "at the ends of long documents"
     rate = count["tokens"] / (time.perf_counter() - start)
+    if count["empty"]:
+        logger.warning("%d of %d documents have no text and are left out.", count["empty"], count["documents"])
     logger.info(
         "%d documents (%d empty), %d tokens, %d dropped %s, %.0f tokens/s",
         count["documents"], count["empty"], count["tokens"], dropped, where, rate,

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 from huggingface_hub.utils import HFValidationError
 
 from .packing import TEXT
@@ -61,12 +62,13 @@ def load_text(
     # A path comes before the name of a data set on the hub.
     if name == "documentation":
         text = _documentation(split, streaming)
-    elif Path(name).exists() or Path(name).suffix in _BUILDERS:
+    elif Path(name).exists() or Path(name).suffix.lower() in _BUILDERS:
         builder, files = _local_files(Path(name))
         options = {"sample_by": "document"} if builder == "text" else {}
         try:
             text = datasets.load_dataset(builder, data_files=files, split=split, streaming=streaming, **options)
-        except datasets.exceptions.DatasetGenerationError as error:
+            next(iter(text), None)  # a stream, and the bytes of a text, are looked at when they are read
+        except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"{name} cannot be read as {builder}: {error.__cause__ or error}") from error
     elif name in ("openwebtext", _OPENWEBTEXT):
         text = _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
@@ -120,8 +122,8 @@ def _local_files(path: Path) -> tuple[str, list[str]]:
     """The `datasets` builder for a file or the files below a directory, and their paths in order."""
     if not path.exists():
         raise ValueError(f"there is no file {path}; paths are relative to {Path.cwd()}.")
-    files = sorted(p for p in path.rglob("*") if p.suffix in _BUILDERS) if path.is_dir() else [path]
-    builders = {_BUILDERS.get(p.suffix) for p in files}
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _BUILDERS) if path.is_dir() else [path]
+    builders = {_BUILDERS.get(p.suffix.lower()) for p in files}
     if len(builders) != 1 or None in builders:
         found = sorted({p.suffix for p in files})
         raise ValueError(

@@ -33,6 +33,10 @@ from .sampling import Sampling
 logger = logging.getLogger(__name__)
 
 MOST_LABEL_BYTES = 100
+# What tables are made of. A score is None where there was nothing to score, and old cells lack some costs.
+_SCORES = ("gen_ppl", "gen_ppl_se", "entropy", "pooled_entropy", "mauve")
+_COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
+_KINDS = dict.fromkeys(_SCORES + _COSTS, (int, float, type(None))) | {"num_forward_calls": int, "degenerate": bool}
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,11 @@ class Harness:
     def _record(self, cell: Cell) -> dict:
         path = self.folder / cell.file_name
         if path.is_file():
-            record = read_json(path)
-            problem = self._problem(cell, record)
+            try:
+                record = read_json(path)
+                problem = self._problem(cell, record)
+            except ValueError as error:
+                problem = f"is damaged ({error})"
             if problem is None:
                 return record
             logger.warning("%s %s. The cell is drawn and scored anew.", path, problem)
@@ -186,6 +193,9 @@ class Harness:
         """Why what lies in a cell's file does not count. None: it counts."""
         if any(record.get(name) != value for name, value in asdict(cell).items()) or "gen_ppl" not in record:
             return "is not the record of this cell"
+        damaged = [name for name, kinds in _KINDS.items() if not isinstance(record.get(name), kinds)]
+        if damaged:
+            return f"has {damaged[0]}={record.get(damaged[0])!r}, which no record of a cell has"
         versions = record.get("versions")
         version = versions.get("gen_ppl") if isinstance(versions, dict) else None
         if version != self.metric_version:

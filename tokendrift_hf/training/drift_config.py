@@ -23,6 +23,7 @@ from .schedule import check_schedule
 
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
+MOST_POWER = 100  # of exp(k s): at k = 100 a mean log-probability s of -0.9 is 0 in float32
 BANDWIDTHS = (0.01, 100)  # in median distances: the kernel of such a distance is exp(-5000), or 1 but for 5e-5
 ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
 FEATURE_FIELDS = ("encoder_input", "feature_pooling", "feature_tokens")  # how the drift makes features of a prediction
@@ -285,7 +286,7 @@ class DriftConfig(TrainingArguments):
             if isinstance(self.mmd_credit, str):
                 raise ValueError(f"mmd_credit={self.mmd_credit!r} is not known: give 'sequence' or a number of tokens.")
             _number("mmd_credit", self.mmd_credit, at_least=0, whole=True)
-        _number("alpha_power", self.alpha_power, above=0)
+        _number("alpha_power", self.alpha_power, above=0, at_most=MOST_POWER)
         if self.alpha_window is not None:
             _number("alpha_window", self.alpha_window, at_least=1, whole=True)
 
@@ -335,8 +336,10 @@ class DriftConfig(TrainingArguments):
         """Numbers of `TrainingArguments` that it takes as they come."""
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             _number(name, getattr(self, name), at_least=1, whole=True)
-        for name in ("dataloader_num_workers", "seed"):
-            _number(name, getattr(self, name), at_least=0, whole=True)
+        _number("dataloader_num_workers", self.dataloader_num_workers, at_least=0, whole=True)
+        for name in ("seed", "data_seed"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), at_least=0, at_most=2**32 - 1, whole=True)  # numpy takes no more
         if self.dataloader_prefetch_factor is not None:
             _number("dataloader_prefetch_factor", self.dataloader_prefetch_factor, at_least=1, whole=True)
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs", "adam_epsilon"):

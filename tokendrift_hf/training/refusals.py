@@ -44,10 +44,25 @@ def refuse_model(model, args, peft_config) -> None:
             f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM, "
             "DUOForMaskedLM, and other masked language models once they went through as_diffusion(model, ...)."
         )
+    _refuse_windows(args, base.longest)
     if peft_config is not None and hasattr(model, "peft_config"):
         raise ValueError(
             "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
             "first (merge_and_unload), or leave peft_config out to go on training them."
+        )
+
+
+def _refuse_windows(args: DriftConfig, longest: int) -> None:
+    """Raise ValueError for a window of tokens that is wider than the rows of the model."""
+    if args.objective == "mmd" and args.mmd_credit != "sequence" and args.mmd_credit >= longest:
+        raise ValueError(
+            f"mmd_credit={args.mmd_credit} reaches beyond a row, which has {longest} tokens. Give a number below that, "
+            "such as 1, or 'sequence'."
+        )
+    if args.objective == "alpha" and args.alpha_window is not None and args.alpha_window > longest:
+        raise ValueError(
+            f"alpha_window={args.alpha_window} is longer than a row, which has {longest} tokens. Give a number up to "
+            "that, or null for the whole row."
         )
 
 
