@@ -227,13 +227,13 @@ def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
 
 
-def test_a_finished_training_that_lost_its_weights_goes_on_from_its_checkpoint(recipe, whole, tmp_path, caplog):
+def test_a_finished_training_that_lost_its_weights_goes_on_from_its_checkpoint(recipe, whole, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
     (out / "refined/model.safetensors").unlink()
     shutil.rmtree(out / "refined/checkpoint-6")
     assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
-    assert "was finished, but its weights are gone. It goes on from its newest checkpoint" in caplog.text
+    assert "refined are gone: it goes on from its newest checkpoint, or anew" in capsys.readouterr().out
     assert (out / "refined/checkpoint-6").is_dir()
     assert_same_model(out, whole)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from ..files import check_folder, read_json
 from ..lock import LOCK
 from ..publishing.cards import Card
 from ..training.manifest import MANIFEST
-
-logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
 HISTORY = "training.json"  # in the same folder, once the training is done: its log, losses and card
@@ -49,15 +46,7 @@ def is_saved(folder: Path) -> bool:
 
 def is_finished(folder: Path) -> bool:
     """Whether a training is done and left its weights in its folder."""
-    if not (folder / HISTORY).is_file():
-        return False
-    if any(folder.glob("*.safetensors")):
-        return True
-    logger.warning(
-        "The training in %s was finished, but its weights are gone. It goes on from its newest checkpoint, or anew.",
-        folder,
-    )
-    return False
+    return (folder / HISTORY).is_file() and any(folder.glob("*.safetensors"))
 
 
 def read_history(folder: Path) -> dict:

@@ -232,6 +232,8 @@ class Run:
                 )
             if is_finished(training.folder):
                 return read_history(training.folder)
+            if (training.folder / HISTORY).is_file():
+                print(f"The weights in {training.folder} are gone: it goes on from its newest checkpoint, or anew.")
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
             print(self.describe(training, trainer), flush=True)
