@@ -126,3 +126,20 @@ def test_a_flag_wins_over_what_the_recipe_says_of_one_training(tmp_path):
     path = _write(tmp_path, "model: x\ntrainings: {a: {max_steps: 240, learning_rate: 1e-4}, b: {}}")
     recipe, arguments = read_recipe(path, {"max_steps": "2"})
     assert arguments["max_steps"] == 2 and recipe.trainings == {"a": {"learning_rate": 1e-4}, "b": {}}
+
+
+def test_paths_of_a_recipe_lie_beside_it_and_those_of_flags_where_the_user_is(tmp_path, monkeypatch):
+    """Names that are no paths stay what they are, whatever lies there under the same name."""
+    folder, here = tmp_path / "recipes", tmp_path / "here"
+    for place in (folder, here):
+        place.mkdir()
+        (place / "mine.txt").write_text(place.name)
+    (folder / "documentation").mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(here))
+    path = folder / "recipe.yaml"
+    path.write_text("model: x\ndataset: mine.txt\n")
+    assert read_recipe(path, {})[0].dataset == str(folder / "mine.txt")
+    assert Path(read_recipe(path, {"dataset": "mine.txt"})[0].dataset).read_text() == "here"
+    assert read_recipe(path, {"dataset": "documentation"})[0].dataset == "documentation"
+    assert read_recipe(path, {"dataset": "~/mine.txt"})[0].dataset == str(here / "mine.txt")

@@ -89,7 +89,7 @@ def test_a_rehearsal_leaves_nothing(recipe, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in recipe.parent.rglob("*")} == before
     output = capsys.readouterr().out
-    assert "A push would upload to hub_model_id, which is not set,:" in output
+    assert "A push would upload (hub_model_id is not set):" in output
     assert " bytes  model.safetensors" in output
     assert "checkpoint-" not in output
 

@@ -10,6 +10,7 @@ import signal
 
 import pytest
 from conftest import run_python
+from safetensors.torch import load_file, save_file
 
 from tokendrift_hf import lock
 from tokendrift_hf.cli import main
@@ -227,15 +228,75 @@ def test_a_finished_training_is_kept_but_not_for_other_settings(recipe, tmp_path
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
 
 
-def test_a_finished_training_that_lost_its_weights_goes_on_from_its_checkpoint(recipe, whole, tmp_path, capsys):
+def test_lost_weights_come_from_the_newest_checkpoint(recipe, whole, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
     (out / "refined/model.safetensors").unlink()
     shutil.rmtree(out / "refined/checkpoint-6")
     assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
-    assert "refined are gone: it goes on from its newest checkpoint, or anew" in capsys.readouterr().out
+    assert "refined has lost model.safetensors: it goes on from its newest checkpoint" in capsys.readouterr().out
     assert (out / "refined/checkpoint-6").is_dir()
     assert_same_model(out, whole)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "modeling_tokendrift.py"])
+@pytest.mark.parametrize("cut", [True, False], ids=["cut off", "gone"])
+def test_what_a_finished_training_has_lost_is_made_again(name, cut, recipe, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    before = (out / "refined" / name).read_bytes()
+    (out / "refined" / name).unlink()
+    if cut:
+        (out / "refined" / name).write_bytes(before[:10])
+    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
+    assert f"refined has lost {name}: it goes on" in capsys.readouterr().out
+    assert (out / "refined" / name).read_bytes() == before
+    assert_same_model(out, whole)
+
+
+@pytest.mark.parametrize("name", ["training.json", "settings.json"])
+def test_a_cut_off_record_of_a_training_comes_with_a_remedy(name, recipe, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "refined" / name).write_text((out / "refined" / name).read_text()[:40])
+    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 2
+    said = capsys.readouterr().err
+    if name == "settings.json":  # nothing else says that this is a run
+        assert "something else than a run of tokendrift train" in said
+    else:
+        assert re.search("cut off or damaged. Remove .*training.json: --resume goes on", said)
+
+
+def test_a_finished_run_is_not_resumed_on_another_base(recipe, text_files, tmp_path, capsys):
+    """What lies under the model's name was replaced. The table would compare with a model that nothing began with."""
+    base = tmp_path / "model"
+    shutil.copytree(text_files / "base", base)
+    call = ["train", recipe, "--model", str(base), "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    assert main(call) == 0
+    weights = load_file(base / "model.safetensors")
+    save_file({name: x + 1e-3 for name, x in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    assert main([*call, "--resume"]) == 2
+    assert "base_weights" in capsys.readouterr().err
+
+
+def test_a_table_is_not_thrown_away(recipe, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    results = json.loads((out / "results.json").read_text())
+    (out / "results.json").write_text(json.dumps(results | {"rows": []}))
+    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 2
+    assert "holds a table, and judge: null would leave it out" in capsys.readouterr().err
+
+
+def test_the_home_folder_is_one_folder_for_all_that_is_written(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    call = ["train", recipe, "--max_steps", "1", "--output_dir", "~/run"]
+    assert main(call) == 0
+    assert {path.name for path in (tmp_path / "home/run").iterdir()} >= {"refined", "results.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert main(call) == 2
+    assert "already holds something" in capsys.readouterr().err
 
 
 def test_what_was_dropped_is_said_and_how_the_text_was_cut_is_on_the_card(recipe, tmp_path, caplog):

@@ -220,9 +220,14 @@ def test_cells_of_the_version_before_are_found(monkeypatch):
         ({"versions": "all"}, "was scored by version None"),
         ({"seed": 1}, "is not the record of this cell"),
         (None, "is not the record of this cell"),
-        ({"entropy": "high"}, "has entropy='high', which no record of a cell has"),
-        ({"num_forward_calls": None}, "has num_forward_calls=None"),
-        ({"degenerate": 3}, "has degenerate=3"),
+        ({"entropy": "high"}, "is damaged: it lacks figures, or has some that no cell has"),
+        ({"entropy": -1}, "is damaged"),
+        ({"gen_ppl": None}, "is damaged"),
+        ({"gen_ppl": 0.5}, "is damaged"),
+        ({"num_forward_calls": None}, "is damaged"),
+        ({"calls_per_row": None}, "is damaged"),
+        ({"pooled_entropy": "x"}, "is damaged"),
+        ({"degenerate": 3}, "is damaged"),
         ('{"model": "ba', "is damaged .*cut off"),
         ("[1]", "is damaged .*holds a list"),
         ("\0" * 9, "is damaged"),
@@ -237,7 +242,7 @@ def test_a_cell_that_is_not_what_it_should_be_is_scored_anew(harness, tmp_path, 
     (right,) = harness.run([cell])
     path = tmp_path / "cells" / cell.file_name
     if not isinstance(change, str):
-        change = json.dumps({} if change is None else right | {"gen_ppl": -1.0} | change)
+        change = json.dumps({} if change is None else right | {"gen_ppl": right["gen_ppl"] + 1} | change)
     path.write_text(change)
     (found,) = harness.run([cell])
     assert found["gen_ppl"] == right["gen_ppl"]

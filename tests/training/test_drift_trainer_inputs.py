@@ -391,6 +391,7 @@ BAD = [
     ({"model": "gpt2"}, "str has no diffusion process"),
     ({"args": {"output_dir": "x"}}, "args must be a DriftConfig, but it is a dict"),
     ({"train_dataset": []}, "train_dataset has no rows"),
+    ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, r"columns \['text'\], but no input_ids. Pack the text"),
     ({"train_dataset": {"train": toy_rows(2)}}, "train_dataset is a dict. Needed is a data set"),
     ({"train_dataset": (row for row in toy_rows(2))}, "train_dataset is a generator"),
     ({"train_dataset": 5}, "train_dataset is a int"),

@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
     for label in named:
         check_label(label)
+    options.output_dir = options.output_dir.expanduser()
     sampling = from_options(Sampling, options)
     if options.n_mc < 1:
         raise ValueError(f"n_mc={options.n_mc}: it must be a whole number of at least 1.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 from ..files import check_folder, read_json
 from ..lock import LOCK
 from ..publishing.cards import Card
 from ..training.manifest import MANIFEST
+from .fields import is_of
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
 HISTORY = "training.json"  # in the same folder, once the training is done: its log, losses and card
@@ -19,7 +20,7 @@ def run_folder(arguments: dict) -> Path:
     folder = arguments.get("output_dir")
     if folder is not None and not str(folder).strip():
         raise ValueError(f"output_dir={folder!r} names no directory. Give a name, or leave it out for 'out'.")
-    return Path("out" if folder is None else folder)
+    return Path("out" if folder is None else folder).expanduser()  # as TrainingArguments does
 
 
 def refuse_other_content(folder: Path, resume: bool) -> None:
@@ -39,26 +40,51 @@ def refuse_other_content(folder: Path, resume: bool) -> None:
         )
 
 
+def refuse_lost_table(folder: Path) -> None:
+    """Raise ValueError if the run in the folder has a table, which one without a judge would leave out."""
+    path = folder / "results.json"
+    if path.is_file() and "rows" in read_json(path):
+        raise ValueError(
+            f"{path} holds a table, and judge: null would leave it out. Resume with the judge that made it, or name "
+            "another --output_dir."
+        )
+
+
 def is_saved(folder: Path) -> bool:
     """Whether a run has left anything in its folder to go on from: a whole checkpoint or a finished training."""
     return any(path.is_file() for name in (f"*/checkpoint-*/{MANIFEST}", f"*/{HISTORY}") for path in folder.glob(name))
 
 
+def files_left(folder: Path) -> dict[str, int]:
+    """Name -> size of what a training leaves beside its checkpoints. The card may be edited, so it does not count."""
+    left = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    return {name: left[name] for name in sorted(left.keys() - {HISTORY, SETTINGS, LOCK, "README.md"})}
+
+
 def is_finished(folder: Path) -> bool:
-    """Whether a training is done and left its weights in its folder."""
-    return (folder / HISTORY).is_file() and any(folder.glob("*.safetensors"))
+    """Whether a training is done, and all that it left is there."""
+    return (folder / HISTORY).is_file() and not missing(folder)
+
+
+def missing(folder: Path) -> list[str]:
+    """The files that a finished training left and that are gone, or not as long as they were."""
+    there = files_left(folder)
+    return [name for name, size in read_history(folder)["files"].items() if there.get(name) != size]
 
 
 def read_history(folder: Path) -> dict:
     """What a finished training left. Raises ValueError if that is damaged."""
     path = folder / HISTORY
-    history = read_json(path)
-    card = history.get("card")
-    known = isinstance(card, dict) and {"kind", "model_class"} <= card.keys() <= {f.name for f in fields(Card)}
-    if not known or not isinstance(history.get("log_history"), list):
-        raise ValueError(
-            f"{path} is not what a finished training leaves. Remove it: --resume goes on from the newest checkpoint."
-        )
+    remedy = f"Remove {path}: --resume goes on from the newest checkpoint, or begins this training anew."
+    try:
+        history = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error} {remedy}") from error
+    card, kinds = history.get("card"), get_type_hints(Card)
+    known = isinstance(card, dict) and {"kind", "model_class"} <= card.keys() <= kinds.keys()
+    known = known and all(is_of(value, kinds[name]) for name, value in card.items())
+    if not known or not is_of(history.get("log_history"), list) or not is_of(history.get("files"), dict[str, int]):
+        raise ValueError(f"{path} is not what a finished training leaves. {remedy}")
     return history
 
 

@@ -84,7 +84,10 @@ def plan_trainings(recipe: Recipe, arguments: dict, folder: Path) -> list[Traini
         if planned:
             settings["push_to_hub"] = False
         settings = _accumulated(settings, variant.global_batch_size)
-        config = DriftConfig(**settings | {"output_dir": str(folder / places[label])})
+        try:
+            config = DriftConfig(**settings | {"output_dir": str(folder / places[label])})
+        except ValueError as error:
+            raise ValueError(f"training {label!r}: {error}" if recipe.trainings else str(error)) from error
         unused = [name for name in DRIFT_FIELDS if name in changes]  # beside trainings they may be meant for others
         if unused and OBJECTIVES.get(config.objective) is not DriftObjective:
             raise ValueError(

@@ -222,20 +222,26 @@ def read_recipe(path: Path, overrides: dict[str, str]) -> tuple[Recipe, dict[str
         values_of[known[name].cls][known[name].name] = value
     recipe = Recipe(**values_of[Recipe], sampling=Sampling(**values_of[Sampling]))
     for name in ("model", "tokenizer", "dataset", "encoder", "judge", "task_folder"):
-        setattr(recipe, name, _located(name, getattr(recipe, name), path.parent))
+        folder = Path() if name in overrides else path.parent  # a flag says where something lies from here
+        setattr(recipe, name, _located(name, getattr(recipe, name), folder))
     for changes in (recipe.trainings or {}).values():
         if "encoder" in changes:
-            changes["encoder"] = _located("encoder", changes["encoder"], path.parent)
+            folder = Path() if "trainings" in overrides else path.parent
+            changes["encoder"] = _located("encoder", changes["encoder"], folder)
     return recipe, values_of[None]
 
 
+RESERVED = {"encoder": ("base",), "dataset": ("documentation", "openwebtext")}  # what names no path
+
+
 def _located(name: str, value: str | None, folder: Path) -> str | None:
-    """The path of something that lies beside the recipe. A hub id and the like stay what they are."""
-    if value is None or (name, value) == ("encoder", "base"):
+    """The path of something that lies in this folder or in the user's. A hub id and the like stay what they are."""
+    if value is None or value in RESERVED.get(name, ()):
         return value
     try:
-        return str(folder / value) if (folder / value).exists() else value
-    except OSError:  # no name of a file at all
+        path = folder / Path(value).expanduser()
+        return str(path) if path.exists() else value
+    except (OSError, RuntimeError):  # no name of a file at all, or of no user
         return value
 
 

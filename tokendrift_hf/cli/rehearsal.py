@@ -63,6 +63,8 @@ def rehearse(run: Run) -> dict:
     if PartialState().is_main_process:
         num_steps = run.num_steps(run.main)
         total = f", {duration(seconds * num_steps)} for {num_steps} steps" if num_steps > 0 else ""
+        repo = run.main.config.hub_model_id
+        where = "(hub_model_id is not set)" if repo is None else f"to {repo}"
         memory = f"Peak memory of a device: {peak / GIB:.2f} GiB."
         if training.config.device.type == "cpu":  # whose allocator is not torch's
             memory = (
@@ -73,7 +75,8 @@ def rehearse(run: Run) -> dict:
             run.describe(run.main, trainer),
             f"Measured in two steps: {seconds:.3g} s a step{total}, without evaluations and saves.",
             memory,
-            f"A push would upload to {run.main.config.hub_model_id or 'hub_model_id, which is not set,'}:",
+            *([f"Not rehearsed: {', '.join(others)}."] if (others := [x.label for x in run.trainings[1:]]) else []),
+            f"A push would upload {where}:",
             *(f"  {size:>13,} bytes  {name}" for name, size in files.items()),
             sep="\n",
         )

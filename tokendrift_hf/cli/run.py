@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import hashlib
 import json
@@ -30,6 +31,7 @@ from ..extras import need
 from ..files import read_json, write_json
 from ..lock import locked_by_first
 from ..models.compiled import compile_blocks
+from ..models.digest import weights_digest
 from ..models.loading import load_judge, load_model, load_tokenizer
 from ..models.lora import merge_adapter
 from ..publishing.cards import Card
@@ -37,7 +39,18 @@ from ..publishing.upload import publish
 from ..training.drift_config import DriftConfig, recorded_settings, without_secrets
 from ..training.drift_trainer import DriftTrainer
 from ..training.manifest import changed_settings
-from .folder import HISTORY, SETTINGS, is_finished, read_history, refuse_other_content, run_folder
+from ..training.refusals import refuse_windows
+from .folder import (
+    HISTORY,
+    SETTINGS,
+    files_left,
+    is_finished,
+    missing,
+    read_history,
+    refuse_lost_table,
+    refuse_other_content,
+    run_folder,
+)
 from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
 from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings
 from .recipe import AUTO, Recipe
@@ -61,6 +74,8 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
     with locked_by_first(run.folder):  # nothing has been written so far
+        if run.judge is None:
+            refuse_lost_table(run.folder)
         refuse_other_content(run.folder, resume)  # which may have come while the model and the text were loaded
         results = {"recipe": asdict(recipe), "arguments": without_secrets(run.arguments), "training": {}}
         for training in run.trainings:
@@ -151,6 +166,8 @@ class Run:
                 if split is not None
             }
         train_rows = _described(splits["train"])
+        for training in trainings:
+            refuse_windows(training.config, recipe.block_size or longest)
         run = cls(recipe, arguments, folder, trainings, base, tokenizer, splits, judge, train_rows, task_index)
         for training in trainings[1:]:  # the first one's trainer is built next, the others' after hours
             if not (resume and is_finished(training.folder)):
@@ -161,6 +178,11 @@ class Run:
     def main(self) -> Training:
         """The training that the run is about: its model is published, the others are compared with it."""
         return self.trainings[0]
+
+    @functools.cached_property
+    def base_weights(self) -> str:
+        """A digest: what lies under the model's name may be replaced between two calls."""
+        return weights_digest(self.base.state_dict())
 
     # Training
 
@@ -224,7 +246,10 @@ class Run:
         """
         asked = self._settings(training)
         if resume and (training.folder / SETTINGS).is_file():
-            there = read_json(training.folder / SETTINGS)
+            try:
+                there = read_json(training.folder / SETTINGS)
+            except ValueError as error:
+                raise ValueError(f"{error} Remove {training.folder} to have that training made anew.") from error
             if changed := changed_settings(there, asked):
                 raise ValueError(
                     f"The training in {training.folder} was made with other settings (there, asked for now): "
@@ -233,7 +258,8 @@ class Run:
             if is_finished(training.folder):
                 return read_history(training.folder)
             if (training.folder / HISTORY).is_file():
-                print(f"The weights in {training.folder} are gone: it goes on from its newest checkpoint, or anew.")
+                lost = ", ".join(missing(training.folder))
+                print(f"{training.folder} has lost {lost}: it goes on from its newest checkpoint, or anew.", flush=True)
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing
             print(self.describe(training, trainer), flush=True)
@@ -249,6 +275,7 @@ class Run:
         history["peak_memory_gib"] = round(peak_memory(training.config.device) / GIB, 2)
         history["card"] = vars(trainer.card)
         if PartialState().is_main_process:
+            history["files"] = files_left(training.folder)
             write_json(training.folder / HISTORY, history)
             print(f"{training.label}: peak memory {history['peak_memory_gib']:.2f} GiB.", flush=True)
         PartialState().wait_for_everyone()  # all processes sample from what the first one wrote
@@ -279,6 +306,7 @@ class Run:
         names = [f.name for f in fields(Recipe) if "decides_weights" in f.metadata]
         settings |= {name: getattr(training.recipe, name) for name in names}
         settings |= {"max_steps": config.max_steps, "num_train_epochs": config.num_train_epochs}
+        settings["base_weights"] = self.base_weights
         if self.train_rows is not None:
             settings["train_rows"] = self.train_rows
         settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")

@@ -33,10 +33,7 @@ from .sampling import Sampling
 logger = logging.getLogger(__name__)
 
 MOST_LABEL_BYTES = 100
-# What tables are made of. A score is None where there was nothing to score, and old cells lack some costs.
-_SCORES = ("gen_ppl", "gen_ppl_se", "entropy", "pooled_entropy", "mauve")
-_COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
-_KINDS = dict.fromkeys(_SCORES + _COSTS, (int, float, type(None))) | {"num_forward_calls": int, "degenerate": bool}
+COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,25 @@ def check_label(label: str) -> None:
             f"The label {label[:40]!r}... has {size} bytes, but folders and files are named after it: at most "
             f"{MOST_LABEL_BYTES} are possible. Shorten it."
         )
+
+
+def _is_measured(record: dict) -> bool:
+    """Whether a record has the figures that tables are made of, within their bounds. Old cells have no costs."""
+
+    def number(name: str, least: float) -> bool:
+        value = record.get(name)
+        return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+
+    costs = [name for name in COSTS if name in record]
+    return (
+        (number("gen_ppl", 1) or record.get("gen_ppl") is None and record.get("num_tokens") == 0)
+        and number("entropy", 0)
+        and number("num_forward_calls", 0)
+        and isinstance(record.get("degenerate"), bool)
+        and costs in ([], list(COSTS))
+        and all(number(name, 0) for name in costs)
+        and all(record.get(name) is None or number(name, 0) for name in ("gen_ppl_se", "pooled_entropy", "mauve"))
+    )
 
 
 def _digest(settings) -> str:
@@ -193,9 +209,8 @@ class Harness:
         """Why what lies in a cell's file does not count. None: it counts."""
         if any(record.get(name) != value for name, value in asdict(cell).items()) or "gen_ppl" not in record:
             return "is not the record of this cell"
-        damaged = [name for name, kinds in _KINDS.items() if not isinstance(record.get(name), kinds)]
-        if damaged:
-            return f"has {damaged[0]}={record.get(damaged[0])!r}, which no record of a cell has"
+        if not _is_measured(record):
+            return "is damaged: it lacks figures, or has some that no cell has"
         versions = record.get("versions")
         version = versions.get("gen_ppl") if isinstance(versions, dict) else None
         if version != self.metric_version:

@@ -23,6 +23,7 @@ from .schedule import check_schedule
 
 KERNELS = ("paper", "drifting")
 POOLINGS = ("mean", "tokens")
+TEMPERATURES = (1e-4, 1e4)  # of distances around 1: beyond, one reference has all the weight, or all have the same
 MOST_POWER = 100  # of exp(k s): at k = 100 a mean log-probability s of -0.9 is 0 in float32
 BANDWIDTHS = (0.01, 100)  # in median distances: the kernel of such a distance is exp(-5000), or 1 but for 5e-5
 ENCODER_FIELDS = ("encoder_input", "feature_layers", "feature_pooling", "feature_tokens", "encoder_timestep")
@@ -266,7 +267,7 @@ class DriftConfig(TrainingArguments):
         if not isinstance(self.temperatures, (list, tuple)) or not self.temperatures:
             raise ValueError(f"temperatures must be a list of positive numbers, but it is {self.temperatures!r}.")
         for temperature in self.temperatures:
-            _number("temperatures", temperature, above=0)
+            _number("temperatures", temperature, at_least=TEMPERATURES[0], at_most=TEMPERATURES[1])
         self.temperatures = list(self.temperatures)
 
     def _check_draws_and_powers(self):
@@ -361,7 +362,7 @@ class DriftConfig(TrainingArguments):
             _number("gen_ppl_num_steps", num_steps, at_least=1, at_most=MOST_STEPS, whole=True)
         _number("gen_ppl_num_samples", self.gen_ppl_num_samples, at_least=1, whole=True)
         if self.gen_ppl_min_entropy_ratio is not None:
-            _number("gen_ppl_min_entropy_ratio", self.gen_ppl_min_entropy_ratio, above=0)
+            _number("gen_ppl_min_entropy_ratio", self.gen_ppl_min_entropy_ratio, above=0, at_most=1)
         for name in ("gen_ppl_judge", "gen_ppl_min_entropy_ratio"):
             if getattr(self, name) is not None and not self.gen_ppl_num_steps:
                 raise ValueError(f"{name} needs samples: give gen_ppl_num_steps, such as [4, 16].")

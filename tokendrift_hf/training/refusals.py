@@ -44,7 +44,7 @@ def refuse_model(model, args, peft_config) -> None:
             f"{type(base).__name__} has no diffusion process. DriftTrainer refines MDLMForMaskedLM, "
             "DUOForMaskedLM, and other masked language models once they went through as_diffusion(model, ...)."
         )
-    _refuse_windows(args, base.longest)
+    refuse_windows(args, base.longest)
     if peft_config is not None and hasattr(model, "peft_config"):
         raise ValueError(
             "The model already has adapters and peft_config asks for more. Pass the bare model, merge the adapters "
@@ -52,8 +52,8 @@ def refuse_model(model, args, peft_config) -> None:
         )
 
 
-def _refuse_windows(args: DriftConfig, longest: int) -> None:
-    """Raise ValueError for a window of tokens that is wider than the rows of the model."""
+def refuse_windows(args: DriftConfig, longest: int) -> None:
+    """Raise ValueError for a window of tokens that is wider than rows of this length."""
     if args.objective == "mmd" and args.mmd_credit != "sequence" and args.mmd_credit >= longest:
         raise ValueError(
             f"mmd_credit={args.mmd_credit} reaches beyond a row, which has {longest} tokens. Give a number below that, "
@@ -131,6 +131,12 @@ def _refuse_no_rows(name: str, rows) -> None:
         )
     if len(rows) == 0:
         raise ValueError(f"{name} has no rows.")
+    columns = rows.column_names if isinstance(rows, datasets.Dataset) else ["input_ids"]
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"{name} has the columns {columns}, but no input_ids. Pack the text first: "
+            "tokendrift_hf.data.pack_documents."
+        )
 
 
 def refuse_sharing(args: DriftConfig, rows, queues: bool) -> None:
