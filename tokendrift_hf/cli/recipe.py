@@ -23,7 +23,9 @@ FORMER = {
 
 @dataclass
 class Recipe:
-    """The fields of a recipe that are not fields of `DriftConfig`. Paths are relative to the recipe file.
+    """The fields of a recipe that are not fields of `DriftConfig`.
+
+    Paths are relative to the recipe file, those of flags to the working directory.
 
     The metadata of a field says whether it `decides_weights` that a training gives, and whether it may be given to one
     training alone (`of_training`).
@@ -235,7 +237,7 @@ RESERVED = {"encoder": ("base",), "dataset": ("documentation", "openwebtext")}  
 
 
 def _located(name: str, value: str | None, folder: Path) -> str | None:
-    """The path of something that lies in this folder or in the user's. A hub id and the like stay what they are."""
+    """The path of something that lies in this folder. A hub id and the like stay what they are."""
     if value is None or value in RESERVED.get(name, ()):
         return value
     try:
