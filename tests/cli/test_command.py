@@ -367,7 +367,7 @@ def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--judge": "empty"}, "knows special tokens only"),
+        ({"--judge": "{folder}/empty"}, "knows special tokens only"),
         ({"--model": "nowhere"}, "There is no model 'nowhere'"),
         ({"--dataset": "empty.jsonl"}, "empty|no documents|no text"),
         ({"--block_size": "999"}, "block_size=999 is longer than the model"),
@@ -382,7 +382,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(recipe, text_files, 
     (text_files / "empty").mkdir(exist_ok=True)
     (text_files / "empty" / "config.json").write_text((text_files / "judge" / "config.json").read_text())
     (text_files / "empty" / "model.safetensors").write_bytes((text_files / "judge" / "model.safetensors").read_bytes())
-    words = [word for pair in change.items() for word in pair]
+    words = [word.replace("{folder}", str(text_files)) for pair in change.items() for word in pair]
     assert main(["train", recipe, "--output_dir", str(tmp_path / "run"), *words]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error

@@ -31,9 +31,9 @@ def test_cells_are_drawn_once_and_equal_whatever_the_batch_size(harness, tmp_pat
     assert record["num_samples"] == 4 and record["gen_ppl"] > 1 and 0 < record["num_forward_calls"] <= 3
     kept = json.loads((tmp_path / "cells" / cell.file_name).read_text())
     assert kept == json.loads(json.dumps(record))
-    kept["gen_ppl"] = -1.0
+    kept["gen_ppl"] = 1.25
     (tmp_path / "cells" / cell.file_name).write_text(json.dumps(kept))
-    assert harness.run([cell])[0]["gen_ppl"] == -1.0, "a finished cell is read, not computed again"
+    assert harness.run([cell])[0]["gen_ppl"] == 1.25, "a finished cell is read, not computed again"
     whole = Harness({"base": text_model[0]}, text_model[1], text_judge, tmp_path / "other", Sampling(batch_size=4))
     assert whole.run([cell])[0]["gen_ppl"] == pytest.approx(record["gen_ppl"], rel=1e-6)
 

@@ -46,7 +46,7 @@ def test_defaults_are_the_papers(tmp_path):
         ({"attraction": 0, "repulsion": 0}, "give a field of zero"),
         ({"objective": "mirror_kl", "attraction": 0, "repulsion": 0}, "give a field of zero"),
         ({"temperatures": []}, "temperatures must be a list of positive numbers"),
-        ({"temperatures": [0.1, 0]}, "temperatures=0 is out of range: it must be above 0"),
+        ({"temperatures": [0.1, 0]}, "temperatures=0 is out of range: it must be at least 0.0001"),
         ({"temperatures": [0.1, -0.2]}, "temperatures=-0.2 is out of range"),
         ({"temperatures": 0.1}, "temperatures must be a list of positive numbers, but it is 0.1"),
         ({"feature_layers": []}, "feature_layers must be a list of whole numbers"),
