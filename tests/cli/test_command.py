@@ -369,7 +369,7 @@ def test_without_the_extra_evaluate_says_what_to_install(text_files, capsys, mon
     [
         ({"--judge": "{folder}/empty"}, "knows special tokens only"),
         ({"--model": "nowhere"}, "There is no model 'nowhere'"),
-        ({"--dataset": "empty.jsonl"}, "empty|no documents|no text"),
+        ({"--dataset": "{folder}/empty.jsonl"}, "empty.jsonl holds no document"),
         ({"--block_size": "999"}, "block_size=999 is longer than the model"),
         ({"--queue_size": "-1"}, "queue_size=-1"),
         ({"--encoder": "nowhere"}, "The encoder 'nowhere' cannot be loaded"),
