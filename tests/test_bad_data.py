@@ -11,10 +11,11 @@ from conftest import FIXTURES, released_directory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import word_tokenizer
+from transformers import BatchEncoding
 
 from tokendrift_hf import MDLMConfig
 from tokendrift_hf.data import DiffusionCollator, load_text, pack_documents
-from tokendrift_hf.data.collators import CleanCollator
+from tokendrift_hf.data.collators import CheckedCollator, CleanCollator
 from tokendrift_hf.data.prompts import pack_prompts
 from tokendrift_hf.files import read_json
 from tokendrift_hf.hub.process_tokendrift import AbsorbingProcess
@@ -124,6 +125,46 @@ def test_load_text(change, message):
 )
 def test_clean_collator(rows, message):
     refused(message, CleanCollator(10, 4, mask_id=9), rows)
+
+
+LONG = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, "with input_ids of kind list. Needed is a tensor .* Leave data_collator out"),
+        ({"input_ids": LONG.double()}, r"of kind torch.float64 \[2, 3\]"),
+        ({"input_ids": LONG > 3}, r"of kind torch.bool \[2, 3\]"),
+        ({"input_ids": LONG[:0]}, r"of kind torch.int64 \[0, 3\]"),
+        ({"input_ids": LONG[:, :0]}, "A row has 0 tokens, but the model takes 1 to 4.*leave data_collator out"),
+        ({"input_ids": LONG.repeat(1, 2)}, "A row has 6 tokens, but the model takes 1 to 4"),
+        ({"input_ids": LONG + 4}, "gave input_ids .* Token ids run from 5 to 10, but the model knows"),
+        ({"input_ids": LONG - 101}, "Token ids run from -100 to -95"),
+        ({"input_ids": LONG.clone().fill_(9)}, "contains the mask, id 9.*leave data_collator out"),
+        ({"timesteps": torch.rand(2)}, "gave timesteps.*plain transformers.Trainer.*Leave data_collator out"),
+        ({"attention_mask": torch.ones(2, 2).long()}, r"attention_mask of kind torch.int64 \[2, 2\]. Needed is one"),
+        ({"attention_mask": torch.zeros(2, 3)}, r"attention_mask of kind torch.float32 \[2, 3\]"),
+        (
+            {"prompt_mask": torch.ones(3).long()},
+            r"prompt_mask of kind torch.int64 \[3\].* input_ids, \[2, 3\], or no p",
+        ),
+        ({"labels": LONG.T}, r"labels of kind torch.int64 \[3, 2\]"),
+        ({"labels": None}, "labels of kind NoneType"),
+    ],
+)
+def test_a_collator_of_the_users_own(change, message):
+    clean = CleanCollator(10, 4, mask_id=9)
+    refused(f"^data_collator .*{message}", CheckedCollator(lambda rows: {"input_ids": LONG} | change, clean), [])
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_token_ids_of_any_whole_number_are_looked_up(kind):
+    """The batch of a tokenizer too, and masks of booleans, and columns that are none of ours."""
+    given = {"input_ids": LONG.to(kind), "attention_mask": LONG > 0, "labels": LONG - 101, "name": "a"}
+    batch = CheckedCollator(lambda rows: BatchEncoding(given), CleanCollator(10, 4))([])
+    assert batch.keys() == given.keys() and batch["input_ids"].dtype == torch.int64
+    assert torch.equal(batch["input_ids"], LONG)
 
 
 def test_masks_of_lists_tensors_and_booleans_are_one_and_none_is_dropped():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokendrift_hf.data.collators import CleanCollator
+from tokendrift_hf.data.collators import CheckedCollator, CleanCollator, checked
 
 COLLATE = CleanCollator(vocab_size=10, max_length=4, mask_id=9)
 
@@ -48,3 +48,15 @@ def test_bad_rows_are_refused(rows, match):
 
 def test_without_a_mask_token_every_id_is_text():
     assert CleanCollator(10, 4)([{"input_ids": [9, 0]}])["input_ids"].tolist() == [[9, 0]]
+
+
+def test_only_a_collator_that_knows_the_model_is_not_looked_at_again():
+    """One for another model, or a class made of it, may give anything."""
+
+    class Own(CleanCollator):
+        pass
+
+    same = CleanCollator(10, 4, 9)
+    assert checked(same, COLLATE) is same
+    for other in (CleanCollator(10, 4), Own(10, 4, 9), COLLATE.__call__):
+        assert isinstance(checked(other, COLLATE), CheckedCollator)

@@ -231,6 +231,53 @@ def test_a_file_is_known_by_its_ending_in_capitals_too(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
+    ("name", "taken_for"), [("b1[0-9]", "b15"), ("b[!x]", "bc"), ("b*", "bcd"), ("b?", "bc"), ("b**", "b"), ("b]", "b")]
+)
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_the_file_that_was_named_is_read(where, name, taken_for, streaming, tmp_path):
+    """`datasets` takes a path for a pattern, in which brackets, stars and question marks stand for something else."""
+    for stem, words in ((name, "this"), (taken_for, "the other")):
+        path = tmp_path / (f"{stem}.jsonl" if where == "file" else f"{stem}/rows.jsonl")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"text": words}))
+    named = tmp_path / (f"{name}.jsonl" if where == "file" else name)
+    assert [row["text"] for row in load_text(str(named), streaming=streaming)] == ["this"]
+
+
+def test_a_relative_path_is_read_in_a_folder_with_brackets(tmp_path, monkeypatch):
+    (tmp_path / "run[1]").mkdir()
+    (tmp_path / "run[1]" / "a.txt").write_text("this")
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert list(load_text("a.txt")["text"]) == ["this"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_gives_its_text_files_alone(streaming, tmp_path):
+    """No folders with the name of a file, and nothing that is hidden. The folder itself may lie in a hidden one."""
+    folder = tmp_path / ".runs" / "texts"
+    for name in ("a.txt", "notes.txt/b.txt", ".git/x.md", "notes.txt/.c.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    assert [row["text"] for row in load_text(str(folder), streaming=streaming)] == ["a.txt", "notes.txt/b.txt"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.txt", "a.md"])
+def test_a_byte_order_mark_is_no_text(name, streaming, tmp_path):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9")
+    (row,) = load_text(str(tmp_path / name), streaming=streaming)
+    assert row["text"] == "caf\xe9"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_blank_lines_holds_no_document(streaming, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n\n")
+    with pytest.raises(ValueError, match="a.jsonl holds no document in split 'train'. Check what lies there"):
+        load_text(str(tmp_path / "a.jsonl"), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
     ("name", "content"),
     [
         ("cut.jsonl", b'{"text": "a"}\n{"text": "b"\n{"te'),
@@ -255,6 +302,27 @@ def test_where_a_stream_breaks_off_is_said(tokenizer, tmp_path):
         list(stream)
 
 
+def test_where_text_cannot_be_decoded_is_said(tokenizer, tmp_path):
+    """Arrow takes in bytes that are not UTF-8, which show when a document is read: `datasets` wraps what is raised."""
+    lines = tmp_path / "rows.jsonl"
+    lines.write_bytes(b'{"text": "1 2 3", "p": "4"}\n' * 3 + '{"text": "caf\xe9", "p": "4"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match="cannot be read on after 3 documents (.*utf-8.*)"):
+        pack_documents(load_text(str(lines)), tokenizer, 4)
+    with pytest.raises(ValueError, match="cannot be read on after 3 pairs (.*utf-8.*)"):
+        pack_prompts(load_text(str(lines), prompt_column="p"), tokenizer, 8)
+
+
+def test_what_else_stops_the_packing_keeps_its_own_error(tokenizer, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+        yield
+
+    monkeypatch.setattr(packing, "_token_lists", full)
+    with pytest.raises(datasets.exceptions.DatasetGenerationError) as raised:
+        pack_documents(as_text([[1, 2, 3]]), tokenizer, 4)
+    assert "no space left" in str(raised.value.__cause__)
+
+
 def test_a_bad_local_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no file .*missing.jsonl"):
         load_text(str(tmp_path / "missing.jsonl"))
@@ -266,7 +334,7 @@ def test_a_bad_local_corpus_is_refused(tmp_path):
         load_text(str(lines), text_column="id")
     with pytest.raises(ValueError, match="validation"):
         load_text(str(lines), text_column="body", split="validation")
-    with pytest.raises(ValueError, match="no data"):
+    with pytest.raises(ValueError, match=r"rows.jsonl holds no document in split 'train\[:0\]'"):
         load_text(str(lines), text_column="body", split="train[:0]")
     (tmp_path / "nothing.jsonl").touch()
     with pytest.raises(ValueError, match="nothing.jsonl holds no document"):
@@ -277,7 +345,7 @@ def test_a_bad_local_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"kinds \['.jsonl', '.txt'\]"):
         load_text(str(tmp_path / "mixed"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"kinds \[\]"):
+    with pytest.raises(ValueError, match="empty has no text file in it. Files that end in .txt, .md, .* are read"):
         load_text(str(tmp_path / "empty"))
 
 
@@ -318,6 +386,15 @@ def test_streamed_openwebtext_is_cut_at_the_same_document(hub, monkeypatch):
     train = [row["text"] for row in load_text("openwebtext", streaming=True)]
     validation = [row["text"] for row in load_text("openwebtext", split="validation", streaming=True)]
     assert (train, validation) == ([str(i) for i in range(7)], ["7", "8", "9"])
+
+
+def test_a_split_of_the_hub_without_rows_is_named(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ValueError('Instruction "train[:0]" corresponds to no data!')
+
+    monkeypatch.setattr(text.datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"someone/corpus holds no document in split 'train\[:0\]'"):
+        load_text("someone/corpus", split="train[:0]")
 
 
 def test_a_hub_name_keeps_its_options(hub):

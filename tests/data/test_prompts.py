@@ -50,6 +50,8 @@ def test_rows_hold_prompt_completion_and_mask(text_model, tmp_path, caplog):
     assert rows[0]["prompt_mask"] == [1] * (1 + len(prompt)) + [0] * (room + 1)
     assert rows[1]["input_ids"] == [bos, *prompt, *text[:room], eos]
     assert [len(row["input_ids"]) for row in rows] == [16, 16]
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage().startswith("2 of 4 pairs have no completion, or a prompt that leaves no room for it")
     assert f"4 pairs, 2 dropped, {len(text) - room} tokens cut off" in caplog.text
     unfilled = pack_prompts(pairs, tokenizer, 16, fill_eos=False)
     assert unfilled[0]["input_ids"] == [bos, *prompt, *name, eos]

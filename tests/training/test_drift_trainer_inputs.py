@@ -14,10 +14,18 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from toys import CHECKPOINTING, assert_same, config, logged, make_trainer, queues_of, toy_rows, weights_of
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    default_data_collator,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tokendrift_hf import DriftTrainer, FrozenEncoder
+from tokendrift_hf.data import DiffusionCollator
 from tokendrift_hf.training import refusals
 from tokendrift_hf.training.manifest import last_complete_checkpoint
 from tokendrift_hf.training.refusals import refuse_sharing
@@ -429,6 +437,12 @@ def test_arguments_of_another_type_are_refused_at_once(change, message, tmp_path
             r"input_ids of kind torch.float32 \[2, 8\]. Needed is a tensor",
         ),
         (lambda rows: {"input_ids": torch.zeros(8, dtype=torch.long)}, r"of kind torch.int64 \[8\]"),
+        (lambda rows: {"input_ids": torch.full((2, 8), MASK)}, "contains the mask, id 22.*leave data_collator out"),
+        (lambda rows: {"input_ids": torch.full((2, 8), -100)}, "run from -100 to -100, but the model knows 0 to 22"),
+        (
+            lambda rows: {"input_ids": torch.ones(2, 8).long(), "prompt_mask": torch.ones(2, 7).long()},
+            r"prompt_mask of kind torch.int64 \[2, 7\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("use", ["train", "evaluate"])
@@ -437,6 +451,29 @@ def test_what_a_collator_of_the_users_own_gives_is_looked_at(collate, message, u
     trainer = DriftTrainer(tiny_model("mdlm"), config(tmp_path), **arguments)
     with pytest.raises(ValueError, match=message):
         getattr(trainer, use)()
+
+
+@pytest.mark.parametrize("use", ["train", "evaluate"])
+@pytest.mark.parametrize("kind", ["mdlm", "duo"])
+def test_noise_of_a_collator_is_not_trained_on_as_text(kind, use, tmp_path):
+    """DUO has no mask, so its noisy ids look like text. Given when the trainer is made, or set afterwards."""
+    model = tiny_model(kind)
+    for given in (True, False):
+        collate = DiffusionCollator(model.process)
+        arguments = {"eval_dataset": toy_rows(4)} | ({"data_collator": collate} if given else {})
+        trainer = make_trainer(tmp_path, model=model, arguments=arguments)
+        trainer.data_collator = collate
+        with pytest.raises(ValueError, match="data_collator gave timesteps.*DriftTrainer needs clean text"):
+            getattr(trainer, use)()
+
+
+def test_no_collator_is_the_packages_own(tmp_path):
+    """None is as good as none, and a collator of the user's own stays the trainer's."""
+    trainer = make_trainer(tmp_path, arguments={"data_collator": None})
+    assert vars(trainer.data_collator) == {"vocab_size": MASK + 1, "max_length": 16, "mask_id": MASK}
+    own = make_trainer(tmp_path, arguments={"data_collator": default_data_collator}, max_steps=1)
+    own.train()
+    assert own.data_collator is default_data_collator
 
 
 @pytest.mark.parametrize("rows", [toy_rows(4), tuple(toy_rows(4)), Dataset.from_list(toy_rows(4))], ids=type)

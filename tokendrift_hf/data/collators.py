@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from ..hub.process_tokendrift import AbsorbingProcess, UniformProcess, check_token_ids, stratified_times
+
+# The columns beside `input_ids`, and what stands in them under padding.
+_PADDING = {"attention_mask": 0, "prompt_mask": 0, "labels": -100}
 
 
 class CleanCollator:
@@ -23,6 +26,11 @@ class CleanCollator:
     def __init__(self, vocab_size: int, max_length: int, mask_id: int | None = None):
         self.vocab_size, self.max_length, self.mask_id = vocab_size, max_length, mask_id
 
+    @classmethod
+    def of(cls, model) -> CleanCollator:
+        """The collator of a diffusion model."""
+        return cls(model.process.vocab_size, model.longest, model.process.mask_id)
+
     def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
         """`input_ids` [B, L], and [B, L] `attention_mask`, `prompt_mask` and `labels` where rows have them.
 
@@ -32,6 +40,18 @@ class CleanCollator:
                 one for each token.
         """
         ids = _column(rows, "input_ids")
+        self.check(ids)
+        lengths = [len(x) for x in ids]
+        batch = {"input_ids": _padded(ids, 0)}
+        if any("attention_mask" in row for row in rows) or min(lengths) < max(lengths):
+            rows = [{"attention_mask": torch.ones_like(x)} | row for row, x in zip(rows, ids, strict=True)]
+        for name, padding in _PADDING.items():
+            if any(name in row for row in rows):
+                batch[name] = _padded(_column(rows, name, lengths), padding)
+        return batch
+
+    def check(self, ids: Iterable[Tensor]) -> None:
+        """Raise ValueError unless these rows, at least one, are clean text that the model takes."""
         lengths = [len(x) for x in ids]
         if min(lengths) == 0 or max(lengths) > self.max_length:
             raise ValueError(
@@ -44,27 +64,68 @@ class CleanCollator:
                 f"The text contains the mask, id {self.mask_id}, which stands for a corrupted token and has no place "
                 "in clean text. Check that the tokenizer has no such token."
             )
-        batch = {"input_ids": _padded(ids, 0)}
-        if any("attention_mask" in row for row in rows) or min(lengths) < max(lengths):
-            rows = [{"attention_mask": torch.ones_like(x)} | row for row, x in zip(rows, ids, strict=True)]
-        for name, padding in (("attention_mask", 0), ("prompt_mask", 0), ("labels", -100)):
-            if any(name in row for row in rows):
-                batch[name] = _padded(_column(rows, name, lengths), padding)
-        return batch
 
 
-def checked_batch(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The batch of a collator, which may be the user's own. Raises ValueError unless it has token ids [B, L]."""
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"data_collator gave a {type(batch).__name__}. Needed is a dictionary with input_ids [B, L].")
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(
-            f"data_collator gave {sorted(map(str, batch))} with input_ids of kind {found}. Needed is a tensor [B, L] "
-            "of clean token ids. Leave data_collator out to have the rows stacked."
-        )
-    return batch
+class CheckedCollator:
+    """A collator of the user's own, whose batches are looked at as `clean` looks at its own."""
+
+    def __init__(self, collate: Callable[[list[dict]], Mapping[str, Tensor]], clean: CleanCollator):
+        self.collate, self.clean = collate, clean
+
+    def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
+        """The batch, with `input_ids` in int64.
+
+        Raises:
+            ValueError: no dictionary with token ids [B, L], noise in them, ids that `CleanCollator` refuses, or masks
+                or labels that are not one whole number for each token.
+        """
+        batch = self.collate(rows)
+        # What it is.
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"data_collator gave a {type(batch).__name__}. Needed is a dictionary with input_ids [B, L]."
+            )
+        if "timesteps" in batch:
+            raise ValueError(
+                "data_collator gave timesteps, so it adds noise, as one for a plain transformers.Trainer does "
+                "(DiffusionCollator). DriftTrainer needs clean text. Leave data_collator out."
+            )
+        ids = batch.get("input_ids")
+        if not _is_whole(ids) or ids.dim() != 2 or ids.dtype == torch.bool or not len(ids):
+            raise ValueError(
+                f"data_collator gave {sorted(map(str, batch))} with input_ids of kind {_kind(ids)}. Needed is a tensor "
+                "[B, L] of clean token ids. Leave data_collator out to have the rows stacked."
+            )
+        # What the ids are, and the columns beside them.
+        ids = ids.long()
+        try:
+            self.clean.check(ids)
+        except ValueError as error:
+            raise ValueError(
+                f"data_collator gave input_ids that cannot be trained on. {error} Or leave data_collator out, to have "
+                "the rows stacked."
+            ) from error
+        for name in _PADDING:
+            if name in batch and not (_is_whole(batch[name]) and batch[name].shape == ids.shape):
+                raise ValueError(
+                    f"data_collator gave {name} of kind {_kind(batch[name])}. Needed is one whole number for each of "
+                    f"the input_ids, {list(ids.shape)}, or no {name}."
+                )
+        return {**batch, "input_ids": ids}
+
+
+def checked(collate: Callable, clean: CleanCollator) -> Callable:
+    """`collate` with its batches looked at, unless it is `clean` itself, which looks at its rows."""
+    same = type(collate) is CleanCollator and vars(collate) == vars(clean)
+    return collate if same else CheckedCollator(collate, clean)
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _kind(value) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _column(rows: list[dict], name: str, lengths: list[int] | None = None) -> list[Tensor]:
@@ -83,7 +144,7 @@ def _column(rows: list[dict], name: str, lengths: list[int] | None = None) -> li
         except (TypeError, ValueError, RuntimeError):
             value = None
         empty = value is not None and value.shape == (0,)
-        if value is None or value.dim() != 1 or not empty and (value.is_floating_point() or value.is_complex()):
+        if value is None or value.dim() != 1 or not empty and not _is_whole(value):
             raise ValueError(f"{name} of row {i} is {str(row[name])[:60]}; needed is a list of whole numbers.")
         if lengths is not None and len(value) != lengths[i]:
             raise ValueError(f"A row has {len(value)} values of {name} for {lengths[i]} tokens: give one a token.")

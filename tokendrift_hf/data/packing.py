@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
+from typing import NoReturn
 
 import datasets
 import pyarrow.compute as pc
@@ -87,6 +88,8 @@ def pack_documents(
         return stream
     try:
         blocks = datasets.Dataset.from_generator(_rows, gen_kwargs=options, features=features)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise_own(error)
     except ValueError:  # `datasets` says "corresponds to no data" when no row came
         _refuse_short(documents, tokenizer, block_size)
         raise
@@ -132,6 +135,13 @@ def pad_tokens(
         padding = block_size - len(kept)
         yield {"input_ids": kept + [pad] * padding, "attention_mask": [1] * len(kept) + [0] * padding}
     return cut
+
+
+def raise_own(error: datasets.exceptions.DatasetGenerationError) -> NoReturn:
+    """Raise the ValueError of a generator, which `datasets` wraps. What else it wraps stays as it is."""
+    if isinstance(error.__cause__, ValueError):
+        raise ValueError(str(error.__cause__)) from error
+    raise error
 
 
 def check_text(rows: datasets.Dataset | datasets.IterableDataset, columns: list[str]) -> None:
@@ -197,25 +207,26 @@ def _refuse_short(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase,
 
 
 def _token_lists(documents: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    texts = _texts(documents)
+    texts = (row["text"] or "" for row in read_rows(documents, "documents"))
     while batch := list(islice(texts, _DOCUMENTS_PER_CALL)):
         yield from tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _texts(documents: Iterable[dict]) -> Iterator[str]:
-    rows, read = iter(documents), 0
+def read_rows(rows: Iterable[dict], what: str) -> Iterator[dict]:
+    """The rows one by one. Raises ValueError where they cannot be read on, after how many of `what` they are."""
+    rows, read = iter(rows), 0
     while True:
         try:
             row = next(rows, None)
         except (ValueError, TypeError) as error:  # of pyarrow and datasets. A stream says it only there
             raise ValueError(
-                f"The text cannot be read on after {read:,} documents ({error}). Look at what follows them: it is of "
+                f"The text cannot be read on after {read:,} {what} ({error}). Look at what follows them: it is of "
                 "another kind than what came before, or not in UTF-8."
             ) from error
         if row is None:
             return
         read += 1
-        yield row["text"] or ""
+        yield row
 
 
 def _rows(

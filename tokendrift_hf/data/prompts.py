@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from .packing import check_size, check_text, row_ends
+from .packing import check_size, check_text, raise_own, read_rows, row_ends
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +19,8 @@ def pack_prompts(
 ) -> datasets.Dataset:
     """One row a pair: [bos] + prompt + completion + [eos], and eos from there to the end of the row.
 
-    A completion that is too long is cut. A prompt that leaves no room for one drops its pair. Both are counted in the
-    log.
+    A completion that is too long is cut, which the log counts. A pair without a completion, or with a prompt that
+    leaves no room for one, is left out with a warning.
 
     Args:
         pairs: columns `prompt` and `text` (the completion), as `load_text` with `prompt_column` gives them.
@@ -33,7 +34,7 @@ def pack_prompts(
         Columns `input_ids` and `prompt_mask` (1: bos and prompt, 0: completion and eos).
 
     Raises:
-        ValueError: no eos token, or no pair that fits.
+        ValueError: no eos token, no pair that fits, or text that cannot be read.
     """
     if isinstance(pairs, datasets.IterableDataset):
         raise ValueError("Pairs of prompt and completion cannot be a stream. Load them with streaming=False.")
@@ -45,6 +46,8 @@ def pack_prompts(
     features = datasets.Features({"input_ids": ids, "prompt_mask": ids})
     try:
         rows = datasets.Dataset.from_generator(_rows, gen_kwargs=options, features=features)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise_own(error)
     except ValueError as error:  # `datasets` says "corresponds to no data" when no row came
         raise ValueError(
             f"none of the {len(pairs)} pairs has a completion and a prompt that leaves room for it in {block_size} "
@@ -59,9 +62,10 @@ def _rows(
 ) -> Iterator[dict[str, list[int]]]:
     bos, eos = row_ends(tokenizer)
     dropped = cut = 0
-    for batch in pairs.iter(batch_size=1000):
+    rows = read_rows(pairs, "pairs")
+    while batch := list(islice(rows, 1000)):
         prompts, completions = (
-            tokenizer([x or "" for x in batch[name]], add_special_tokens=False, verbose=False)["input_ids"]
+            tokenizer([row[name] or "" for row in batch], add_special_tokens=False, verbose=False)["input_ids"]
             for name in ("prompt", "text")
         )
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -76,4 +80,9 @@ def _rows(
                 "input_ids": [bos, *prompt, *completion],
                 "prompt_mask": [1] * (1 + len(prompt)) + [0] * len(completion),
             }
+    if dropped:
+        logger.warning(
+            "%d of %d pairs have no completion, or a prompt that leaves no room for it in %d tokens, and are left out.",
+            dropped, len(pairs), block_size,
+        )  # fmt: skip
     logger.info("%d pairs, %d dropped, %d tokens cut off", len(pairs), dropped, cut)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -39,7 +41,8 @@ def load_text(
         name: one of four. "documentation" is the embedded corpus, with the splits train, validation, judge and
             reference. "openwebtext" is its parquet form, cut as the MDLM and DUO releases do: validation is the last
             100,000 documents. A file or a directory may hold .txt or .md (a file is a document), .jsonl, .json or
-            .parquet. Anything else is the name of a dataset on the hub.
+            .parquet. Hidden files and folders in a directory are skipped. Anything else is the name of a dataset on
+            the hub.
         split: any split expression of `datasets`, e.g. "train[:1%]". Files have the one split "train".
         config: configuration of a hub dataset.
         revision: branch, tag or commit of a hub dataset.
@@ -49,7 +52,7 @@ def load_text(
 
     Raises:
         ValueError: an argument that is no text, an unknown or empty split, a column that is missing or not text, files
-            that are missing, of several kinds or all empty, or no such data set.
+            that are missing, of several kinds or without a document, or no such data set.
     """
     given = {"name": name, "split": split, "config": config, "revision": revision, "text_column": text_column}
     given |= {"prompt_column": prompt_column}
@@ -59,25 +62,12 @@ def load_text(
             raise ValueError(f"{argument}={value!r}: it must be text.")
     if prompt_column == text_column:
         raise ValueError(f"prompt_column and text_column are both {text_column!r}; they are two columns.")
-    # A path comes before the name of a data set on the hub.
-    if name == "documentation":
-        text = _documentation(split, streaming)
-    elif Path(name).exists() or Path(name).suffix.lower() in _BUILDERS:
-        builder, files = _local_files(Path(name))
-        options = {"sample_by": "document"} if builder == "text" else {}
-        try:
-            text = datasets.load_dataset(builder, data_files=files, split=split, streaming=streaming, **options)
-            next(iter(text), None)  # a stream, and the bytes of a text, are looked at when they are read
-        except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"{name} cannot be read as {builder}: {error.__cause__ or error}") from error
-    elif name in ("openwebtext", _OPENWEBTEXT):
-        text = _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
-    else:
-        try:
-            text = datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
-        except (OSError, HFValidationError) as error:  # also: no network, no such data set
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"There is no data set {name!r}: no file here, none on the hub ({reason}).") from error
+    try:
+        text = _load(name, split, config, revision, streaming)
+    except ValueError as error:
+        if "corresponds to no data" not in str(error):  # what `datasets` says of a split without rows
+            raise
+        raise _no_document(name, split) from error
     # The columns under the names that packing expects. A stream may not know its columns before it is read.
     wanted = {text_column: "text"} | ({} if prompt_column is None else {prompt_column: "prompt"})
     for column, role in wanted.items():
@@ -89,6 +79,27 @@ def load_text(
             raise ValueError(f"column {column!r} of {name} is {text.features[column]}, not text.")
     text = text.select_columns(list(wanted))
     return text.rename_columns({old: new for old, new in wanted.items() if old != new})
+
+
+def _load(
+    name: str, split: str, config: str | None, revision: str | None, streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The split with all its columns. A path comes before the name of a data set on the hub."""
+    if name == "documentation":
+        return _documentation(split, streaming)
+    if Path(name).exists() or Path(name).suffix.lower() in _BUILDERS:
+        return _local(name, split, streaming)
+    if name in ("openwebtext", _OPENWEBTEXT):
+        return _openwebtext(split, revision or _OPENWEBTEXT_REVISION, streaming)
+    try:
+        return datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+    except (OSError, HFValidationError) as error:  # also: no network, no such data set
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"There is no data set {name!r}: no file here, none on the hub ({reason}).") from error
+
+
+def _no_document(name: str, split: str) -> ValueError:
+    return ValueError(f"{name} holds no document in split {split!r}. Check what lies there, or give another split.")
 
 
 def _documentation(split: str, streaming: bool) -> datasets.Dataset | datasets.IterableDataset:
@@ -118,11 +129,28 @@ def _openwebtext(split: str, revision: str, streaming: bool) -> datasets.Dataset
     return text
 
 
-def _local_files(path: Path) -> tuple[str, list[str]]:
+def _local(name: str, split: str, streaming: bool) -> datasets.Dataset | datasets.IterableDataset:
+    builder, files = _local_files(Path(name))
+    # The encoding leaves out a byte order mark, which is no text. `datasets` takes paths for patterns.
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
+    options["data_files"] = [glob.escape(str(path.absolute())) for path in files]
+    try:
+        text = datasets.load_dataset(builder, split=split, streaming=streaming, **options)
+        first = next(iter(text), None)  # a stream, and the bytes of a text, are looked at when they are read
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} cannot be read as {builder}: {error.__cause__ or error}") from error
+    if first is None:
+        raise _no_document(name, split)
+    return text
+
+
+def _local_files(path: Path) -> tuple[str, list[Path]]:
     """The `datasets` builder for a file or the files below a directory, and their paths in order."""
     if not path.exists():
         raise ValueError(f"there is no file {path}; paths are relative to {Path.cwd()}.")
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _BUILDERS) if path.is_dir() else [path]
+    files = sorted(_text_files(path)) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} has no text file in it. Files that end in {', '.join(_BUILDERS)} are read.")
     builders = {_BUILDERS.get(p.suffix.lower()) for p in files}
     if len(builders) != 1 or None in builders:
         found = sorted({p.suffix for p in files})
@@ -132,4 +160,11 @@ def _local_files(path: Path) -> tuple[str, list[str]]:
         )
     if not any(p.stat().st_size for p in files):
         raise ValueError(f"{path} holds no document: every file is empty.")
-    return builders.pop(), [str(p) for p in files]
+    return builders.pop(), files
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and path.suffix.lower() in _BUILDERS and path.is_file():
+            yield path

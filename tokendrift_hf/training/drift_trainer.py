@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_utils import has_length
 
-from ..data.collators import CleanCollator, checked_batch
+from ..data.collators import CleanCollator, checked
 from ..hub.process_tokendrift import stratified_times
 from ..models.compiled import compile_blocks, uncompiled
 from ..models.digest import weights_digest
@@ -99,7 +99,7 @@ class DriftTrainer(ResumableTrainer):
         if self.encoder is not None:
             self.encoder.check_vocabulary(self.process.vocab_size)
             args.feature_layers = list(self.encoder.layers)  # the card and a resumed run name what was used
-        kwargs.setdefault("data_collator", CleanCollator(self.process.vocab_size, base.longest, self.process.mask_id))
+        kwargs["data_collator"] = kwargs.get("data_collator") or CleanCollator.of(base)
         with temporarily(args, torch_compile_backend=None):  # accelerate would compile the model as a whole
             super().__init__(model=model, args=args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:  # a library that it lacks is missed now
@@ -159,15 +159,13 @@ class DriftTrainer(ResumableTrainer):
 
     def _next_micro_step(self) -> tuple[int, int]:
         """The optimizer step under way, and which of its micro-batches comes now."""
-        step, micro = self.state.global_step, 0
-        if self._micro_step[0] == step:
-            micro = self._micro_step[1] + 1
-        self._micro_step = (step, micro)
-        return step, micro
+        step = self.state.global_step
+        self._micro_step = (step, self._micro_step[1] + 1 if self._micro_step[0] == step else 0)
+        return self._micro_step
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """The tokens that a step learns from, on all processes: what the Trainer would count by `labels` alone."""
-        tokens = [positions(self.process, checked_batch(x))[1].sum().to(device) for x in batch_samples]
+        tokens = [positions(self.process, x)[1].sum().to(device) for x in batch_samples]
         return sum_over_processes(self.accelerator, torch.stack(tokens).sum()) if tokens else None
 
     def _predict(self, model, batch: CorruptedBatch) -> Predictions:
@@ -225,16 +223,18 @@ class DriftTrainer(ResumableTrainer):
     # Evaluation
 
     def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
-        """As in `Trainer`, but rows that are evaluated carry their number.
+        """As in `Trainer`, but batches are looked at, and rows that are evaluated carry their number.
 
         Every process gets equally many, by repetition, whatever the settings for training: so no process waits for
         another that has none, and no row is left out. A row that is repeated counts once.
         """
+        collate = checked(self.data_collator, CleanCollator.of(base_of(self.model)))
         if is_training:
-            return super()._get_dataloader(dataset, *args, is_training=True, **kwargs)
+            with temporarily(self, data_collator=collate):
+                return super()._get_dataloader(dataset, *args, is_training=True, **kwargs)
         numbered = NumberedRows(dataset) if has_length(dataset) else NumberedStream(dataset)
         with (
-            temporarily(self, data_collator=NumberedCollator(self.data_collator)),
+            temporarily(self, data_collator=NumberedCollator(collate)),
             temporarily(self.args, dataloader_drop_last=False),
             temporarily(self.accelerator.dataloader_config, even_batches=True),
         ):

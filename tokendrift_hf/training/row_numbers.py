@@ -14,8 +14,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ..data.collators import checked_batch
-
 ROW_NUMBER = "row_number"
 
 
@@ -52,7 +50,7 @@ class NumberedCollator:
         self.collate = collate
 
     def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
-        batch = checked_batch(self.collate([{name: row[name] for name in row if name != ROW_NUMBER} for row in rows]))
+        batch = self.collate([{name: row[name] for name in row if name != ROW_NUMBER} for row in rows])
         batch[ROW_NUMBER] = torch.tensor([row[ROW_NUMBER] for row in rows])
         return batch
 
