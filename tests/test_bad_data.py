@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toys import word_tokenizer
 from transformers import BatchEncoding
 
-from tokendrift_hf import MDLMConfig
+from tokendrift_hf import DUOConfig, MDLMConfig
 from tokendrift_hf.data import DiffusionCollator, load_text, pack_documents
 from tokendrift_hf.data.collators import CheckedCollator, CleanCollator
 from tokendrift_hf.data.prompts import pack_prompts
@@ -293,10 +293,27 @@ def test_models_are_named_by_text(name):
         ({"model_length": 10**9}, "max_position_embeddings=1000000000"),
         ({"dropout": "none"}, "dropout='none'"),
         ({"dropout": 1.5}, "dropout=1.5"),
+        ({"time_conditioning": "x"}, "time_conditioning='x' in a configuration. It must be true or false"),
+        ({"time_conditioning": 7}, "time_conditioning=7"),
+        ({"time_conditioning": -3}, "time_conditioning=-3"),
+        ({"time_conditioning": None}, "time_conditioning=None"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' in a configuration. It must be true or false"),
+        ({"mask_token_id": "x"}, "mask_token_id='x' is outside the vocabulary"),
+        ({"mask_token_id": 2.5}, "mask_token_id=2.5 is outside the vocabulary"),
     ],
 )
 def test_configurations(change, message):
     refused(message, MDLMConfig, **change)
+
+
+@pytest.mark.parametrize("causal", ["no", 0, None])
+def test_a_switch_of_duo_is_true_or_false(causal):
+    refused(f"causal={causal!r} in a configuration. It must be true or false", DUOConfig, causal=causal)
+
+
+def test_a_switch_in_config_json_is_true_or_false(tmp_path):
+    folder = released_directory(tmp_path / "model", "mdlm", time_conditioning="no")
+    refused("time_conditioning='no' in a configuration", load_model, str(folder))
 
 
 def test_a_model_of_a_billion_blocks_is_refused_before_it_is_built(tmp_path):

@@ -110,6 +110,16 @@ def test_a_run_reports_accuracy_beside_tokens_per_forward(files, tmp_path, capsy
     assert "TokenDrift, 2 steps: " in capsys.readouterr().out
 
 
+def test_tasks_are_written_with_the_sampler_that_has_no_steps(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip, for seconds
+    write_tasks(tmp_path)
+    words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
+    words += ["--tasks", "tiny_free", "--task_folder", str(tmp_path), "--task_limit", "2", "--task_shots", "0"]
+    assert main([*words, "--num_steps", "1", "--sampler", "first_hitting"]) == 0
+    records = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
+    assert [record["model"] for record in records] == ["base", "TokenDrift"]
+
+
 def test_tasks_without_the_extra_are_refused_before_any_work(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]

@@ -11,6 +11,7 @@ from tokendrift_hf.cli.recipe import read_recipe
 from tokendrift_hf.evaluation import sampling
 from tokendrift_hf.evaluation.sampling import Sampling
 from tokendrift_hf.hub import settings_tokendrift
+from tokendrift_hf.hub.samplers_tokendrift import SAMPLERS
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,12 @@ def test_recipe_and_command_line_fill_it_with_the_same_names_and_defaults(tmp_pa
 
 def test_an_evaluation_allows_as_many_steps_as_generate():
     assert sampling.MOST_STEPS == settings_tokendrift.MOST_STEPS
+
+
+def test_every_sampler_with_steps_can_be_compared_and_no_other():
+    for name, sampler in SAMPLERS.items():
+        if "num_steps" in sampler.unused:
+            with pytest.raises(ValueError, match=f"sampler='{name}' .* has no steps"):
+                Sampling(sampler=name).check_steps()
+        else:
+            Sampling(sampler=name).check_steps()

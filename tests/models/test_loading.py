@@ -12,9 +12,18 @@ import torch
 from conftest import FIXTURES, TINY, model_class, recorded, released_directory, run_python, start_python, tiny_model
 from fakehub import FakeHub
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from tokendrift_hf import DiffusionGenerationConfig, DUOForMaskedLM, MDLMForMaskedLM
+from tokendrift_hf.models.loading import load_encoder, load_judge, load_model, load_tokenizer
 
 KINDS = ("mdlm", "duo")
 CODE_FILES = {f"{part}_tokendrift.py" for part in ("configuration", "modeling", "generation", "process")}
@@ -357,6 +366,39 @@ def test_four_processes_load_at_once_into_an_empty_cache(saved, tmp_path):
 
 
 # A hub
+
+READERS = {
+    "model": load_model,
+    "encoder": load_encoder,
+    "tokenizer": load_tokenizer,
+    "judge": lambda name: load_judge(name, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_a_name_that_is_no_folder_is_said_once_before_the_hub_is_asked(what, caplog, monkeypatch):
+    said_before = []
+
+    def ask(*args, **kwargs):
+        said_before.append(list(caplog.messages))
+        raise OSError("no connection")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", ask)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", ask)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"mistyped-{what}"):
+            READERS[what](f"mistyped-{what}")
+    assert said_before[0] == caplog.messages
+    assert caplog.messages == [f"There is no folder mistyped-{what} here: looking for it on the hub."]
+
+
+def test_nothing_is_said_of_a_folder_and_of_a_name_with_its_owner(tmp_path, caplog, monkeypatch):
+    tiny_model("mdlm").save_pretrained(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    load_model("here")
+    with pytest.raises(ValueError, match="There is no model 'someone/nothing'"):
+        load_model("someone/nothing")
+    assert caplog.messages == []
 
 
 def test_push_and_pull(saved, tmp_path):

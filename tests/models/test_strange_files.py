@@ -7,12 +7,13 @@ import shutil
 import struct
 
 import pytest
-from conftest import released_directory
+from conftest import released_directory, tiny_model
 from peft import get_peft_model
+from stand_ins import masked_lm, tiny_tokenizer
 from toys import word_tokenizer
 
 from tokendrift_hf.models.convert import convert
-from tokendrift_hf.models.loading import load_model, load_tokenizer
+from tokendrift_hf.models.loading import load_encoder, load_model, load_tokenizer
 from tokendrift_hf.models.lora import lora_config
 
 
@@ -81,6 +82,62 @@ def test_configurations(folder, fields, message):
     change(folder / "model/config.json", fields)
     with pytest.raises(ValueError, match=message):
         load_model(str(folder / "model"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "config.json of .* has no model_type, .* Copy it again"),
+        ('{"hidden_size": 8}', "config.json of .* has no model_type"),
+        ('{"model_type": null}', "config.json of .* has model_type=None"),
+        ('{"model_type": ["bert"]}', r"config.json of .* has model_type=\['bert'\]"),
+        (None, "There is no config.json in"),
+    ],
+)
+def test_a_config_json_that_is_not_there_and_one_without_a_model_type(folder, content, message):
+    (folder / "model/config.json").unlink()
+    if content is not None:
+        (folder / "model/config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_model(str(folder / "model"))
+
+
+def test_weights_that_are_missing(folder):
+    (folder / "model/model.safetensors").unlink()
+    for read in (load_model, load_encoder):
+        with pytest.raises(ValueError, match="model' lacks weights: there is no model.safetensors. Copy it"):
+            read(str(folder / "model"))
+
+
+@pytest.mark.parametrize("family", ["ours", "bert"])
+def test_a_shard_that_is_missing(family, tmp_path):
+    model = masked_lm("bert") if family == "bert" else tiny_model("mdlm")
+    model.save_pretrained(tmp_path, max_shard_size="10kB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    name = sorted(tmp_path.glob("model-*.safetensors"))[1].name
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=f"The folder .* lacks weights: there is no {name}. Copy it again"):
+        load_model(str(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:100])
+    with pytest.raises(ValueError, match="index.json cannot be read as JSON .* cut off"):
+        load_model(str(tmp_path))
+
+
+def test_weights_of_adapters_that_are_missing(folder):
+    change(folder / "adapters/adapter_config.json", {"base_model_name_or_path": str(folder / "model")})
+    (folder / "adapters/adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="adapters lacks adapter_model.safetensors, .* Copy it again"):
+        load_model(str(folder / "adapters"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_of_a_tokenizer_that_is_cut_off(folder, name):
+    path = folder / "tokenizer" / name
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match=f"tokenizer in .* cannot be read: .*{name} cannot be .* cut off"):
+        load_tokenizer(str(folder / "tokenizer"))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
         check_label(label)
     options.output_dir = options.output_dir.expanduser()
     sampling = from_options(Sampling, options)
+    sampling.check_steps()
     if options.n_mc < 1:
         raise ValueError(f"n_mc={options.n_mc}: it must be a whole number of at least 1.")
     check_matches(options.match_entropy, next(iter(named)), named, sampling.temperatures)

@@ -18,7 +18,7 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-BASE, REAL_TEXT, ALL = "base", "real text", "all"  # what no training may be called
+BASE, ALL = "base", "all"  # what no training may be called
 MAIN_FOLDER = "refined"
 FILES = ("cells", "results.json", "table.md", "plot.png")  # that a run has beside its trainings
 # What is one training's alone to say: where it lies and what is published follows from its place in the run.
@@ -121,7 +121,7 @@ def _folder_name(label: str) -> str:
 
 def _check(label: str, changes: dict, places: dict[str, str]) -> None:
     check_label(label)
-    if label in (BASE, REAL_TEXT, ALL) or not places[label]:
+    if label in (BASE, ALL) or not places[label]:
         raise ValueError(f"A training cannot be called {label!r}. Take a label of letters and digits of its own.")
     taken = [*FILES, *list(places.values())[: list(places).index(label)]]
     if places[label].lower() in map(str.lower, taken):

@@ -168,6 +168,8 @@ class Recipe:
             raise ValueError(
                 "streaming: true reads training text only: leave out prompt_column, validation_split, reference_split."
             )
+        if self.judge is not None:
+            self.sampling.check_steps()
         if self.judge is not None and self.match_entropy != [] and 1 not in self.sampling.temperatures:
             raise ValueError(
                 f"match_entropy compares with the refined model at temperature 1, but sampling_temperatures are "

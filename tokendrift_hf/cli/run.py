@@ -153,7 +153,9 @@ class Run:
         if judge is not None:
             need("matplotlib", "eval", PLOT)
         if judge is not None or recipe.tasks:  # a wrong sampler is noticed now, not after the training
-            base.generate(num_samples=1, num_steps=1, seed=0, sampler=recipe.sampling.sampler)
+            sampler = recipe.sampling.sampler
+            short = {"max_new_tokens": 3} if sampler == "first_hitting" else {"num_steps": 1}  # a token in a frame
+            base.generate(num_samples=1, seed=0, sampler=sampler, **short)
         task_index = _task_index(recipe) if recipe.tasks else None
         with config.main_process_first():  # the others find the packed rows in the cache
             splits = {

@@ -143,6 +143,11 @@ def check_matches(labels: Collection[str], base: str, models: Collection[str], t
     unknown = [label for label in labels if label not in models or label == base]
     if unknown:
         others = [label for label in models if label != base]
+        if not others:
+            raise ValueError(
+                f"match_entropy={list(labels)}: {base!r} is the only model, so there is no other one whose entropy it "
+                "could match. Name a second model, or leave match_entropy out."
+            )
         raise ValueError(f"match_entropy={list(labels)}: {unknown[0]!r} is none of {others}, which {base} can match.")
     if labels and 1 not in temperatures:
         raise ValueError(

@@ -84,6 +84,7 @@ def check_label(label: str) -> None:
     """Raise ValueError for a label of a model that cannot be part of the names of files, or of a table.
 
     A name takes 255 bytes at most, and those of cells and temporary files need a few dozen beside the label.
+    Tables have lines of their own for real text, for other temperatures and for equal entropy.
     """
     if not label.isprintable():  # half characters, as of a name that is not UTF-8, cannot be written either
         raise ValueError(f"The label {ascii(label[:40])} cannot be shown in one line of text. Take letters and digits.")
@@ -92,6 +93,8 @@ def check_label(label: str) -> None:
             f"The label {label[:40]!r}... has {size} bytes, but folders and files are named after it: at most "
             f"{MOST_LABEL_BYTES} are possible. Shorten it."
         )
+    if label.strip() == "real text" or " at equal entropy (" in label or " (T = " in label:
+        raise ValueError(f"No model can be called {label!r}: the tables have lines of such names. Take another label.")
 
 
 def _is_measured(record: dict) -> bool:

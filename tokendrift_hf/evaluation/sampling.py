@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 
 MOST_STEPS = 10**6  # as in hub/settings_tokendrift.py, which imports torch: the help of the command does without
 DTYPES = ("float32", "bfloat16")
+STEPLESS = "first_hitting"  # the sampler that makes one call a token, however many steps are asked for
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class Sampling:
     )
     num_seeds: int = field(default=3, metadata={"help": "Sampling seeds (0, 1, ...)."})
     num_samples: int = field(default=128, metadata={"help": "Samples for each cell of the grid."})
-    sampler: str = field(default="ancestral", metadata={"help": "Sampler of generate()."})
+    sampler: str = field(
+        default="ancestral",
+        metadata={"help": "Sampler of generate(). first_hitting, without steps, is for tasks alone."},
+    )
     batch_size: int = field(
         default=64,
         metadata={"option": "sampling_batch_size", "help": "Samples drawn at a time; changes nothing but the speed."},
@@ -60,6 +64,15 @@ class Sampling:
             raise ValueError(f"sampler={self.sampler!r}: it must be the name of a sampler of generate().")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"sampling_dtype={self.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+
+    def check_steps(self) -> None:
+        """Raise ValueError for a sampler that no table of steps can hold."""
+        if self.sampler == STEPLESS:
+            raise ValueError(
+                f"sampler={self.sampler!r} makes one network call a token and has no steps, but models are compared by "
+                "their number of steps. Take another sampler here. This one is for `tokendrift generate --sampler "
+                f"{self.sampler}`, generate() in Python, and recipes with tasks and judge: null."
+            )
 
 
 def option(f: Field) -> str:

@@ -15,6 +15,12 @@ LARGEST = {
 }
 
 
+def check_switch(name: str, value):
+    """Raise ValueError for anything but True and False: `if value` would take "no" for True."""
+    if type(value) is not bool:
+        raise ValueError(f"{name}={value!r} in a configuration. It must be true or false.")
+
+
 class DiTConfig(PreTrainedConfig):
     """The diffusion transformer shared by MDLM and DUO. Defaults are the released 170M models.
 
@@ -70,6 +76,8 @@ class DiTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= largest:
                 raise ValueError(f"{name}={value!r} in a configuration. It must be a whole number from 1 to {largest}.")
+        for name in ("time_conditioning", "tie_word_embeddings"):
+            check_switch(name, getattr(self, name))
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} in a configuration. It must be a number from 0 to below 1.")
         if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
@@ -110,9 +118,9 @@ class MDLMConfig(DiTConfig):
     def __init__(self, mask_token_id: int | None = None, **kwargs):
         super().__init__(**kwargs)
         self.mask_token_id = self.vocab_size - 1 if mask_token_id is None else mask_token_id
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size} ids (0 to "
+                f"mask_token_id={self.mask_token_id!r} is outside the vocabulary of {self.vocab_size} ids (0 to "
                 f"{self.vocab_size - 1})."
             )
 
@@ -124,6 +132,7 @@ class DUOConfig(DiTConfig):
     released_model_type: ClassVar[str] = "DUO"
 
     def __init__(self, time_conditioning: bool = True, causal: bool = False, **kwargs):
+        check_switch("causal", causal)
         if causal:
             raise ValueError("causal=True is the autoregressive variant of the released class, which is not supported.")
         super().__init__(time_conditioning=time_conditioning, **kwargs)

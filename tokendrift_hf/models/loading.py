@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -17,11 +20,15 @@ from .adaptation import read_adaptation
 from .lora import adapter_base, is_adapter, merge_adapter
 from .pretrained import check_family, is_a2d, load_adapted
 
+logger = logging.getLogger(__name__)
+
 CLASSES = {
     model_type: model_class
     for config_class, model_class in ((MDLMConfig, MDLMForMaskedLM), (DUOConfig, DUOForMaskedLM))
     for model_type in (config_class.model_type, config_class.released_model_type)
 }
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def load_model(
@@ -47,7 +54,8 @@ def load_model(
         kwargs: go to `from_pretrained`.
 
     Raises:
-        ValueError: no configuration there, or one of another kind of model, or adapters whose base is missing.
+        ValueError: no configuration there, or one of another kind of model, weights that are missing or damaged, or
+            adapters whose base is missing.
         ImportError: the model has adapters, and peft is not installed.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
@@ -69,10 +77,14 @@ def load_model(
             ) from error
         return merge_adapter(model, name)
     found = _config_of(name, kwargs.get("revision"))
-    if not found:
-        raise ValueError(f"There is no config.json in {name!r}. Name a folder that holds a model.")
+    if not isinstance(found.get("model_type"), str):
+        what = f"model_type={str(found['model_type'])[:60]}" if "model_type" in found else "no model_type"
+        raise ValueError(
+            f"config.json of {name!r} has {what}, where the name of a kind of model is needed. Copy it again, or name "
+            "a folder that save_pretrained wrote."
+        )
     kwargs = {"dtype": "float32"} | kwargs
-    if isinstance(found.get("model_type"), str) and found["model_type"] in CLASSES:
+    if found["model_type"] in CLASSES:
         return _with_weights(CLASSES[found["model_type"]].from_pretrained, name, **kwargs)
     check_family(name, found, trust_remote_code)
     known = told or read_adaptation(name, kwargs.get("revision"))
@@ -81,16 +93,19 @@ def load_model(
 
 
 def _config_of(name: str, revision: str | None = None) -> dict:
-    """The fields of config.json in a folder or repository. None if a folder has no such file.
+    """The fields of config.json in a folder or repository.
 
     Raises:
-        ValueError: there is no such folder or repository, or config.json is damaged.
+        ValueError: there is no such folder or repository, or config.json is missing or damaged.
     """
+    _announce(str(name))
     path = Path(name, "config.json")
     try:
         found = None if path.is_file() else PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two where it is JSON of another shape
         raise ValueError(f"There is no model {name!r}: no folder with a config.json, no repository.") from error
+    if found == {}:  # what transformers gives without a file
+        raise ValueError(f"There is no config.json in {name!r}. Name a folder that holds a model.")
     found = read_json(path) if found is None else found
     for field in ("_attn_implementation", "attn_implementation"):
         if "/" in str(found.get(field)):  # a repository of kernels: transformers would fetch and run it
@@ -99,6 +114,13 @@ def _config_of(name: str, revision: str | None = None) -> dict:
                 "which is not run unasked. Remove the field."
             )
     return found
+
+
+@functools.cache
+def _announce(name: str) -> None:
+    """Say once that a name is looked for on the hub: a mistyped folder would cost a long silence of retries."""
+    if "/" not in name and not os.path.exists(name):
+        logger.warning("There is no folder %s here: looking for it on the hub.", name)
 
 
 def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
@@ -110,13 +132,33 @@ def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
             f"The weights in {name!r} cannot be read: they are damaged, or hold more than tensors ({reason}). Save "
             "them as safetensors, or give their file to `tokendrift convert`."
         ) from error
-    except (ValueError, OSError, ImportError, MemoryError):
+    except (OSError, json.JSONDecodeError) as error:  # the latter of an index, which is read again here
+        lacking = _lacking_weights(Path(name))
+        if not lacking:
+            raise
+        raise ValueError(
+            f"The folder {name!r} lacks weights: there is no {', '.join(lacking[:4])}"
+            f"{', ...' if len(lacking) > 4 else ''}. Copy it again."
+        ) from error
+    except (ValueError, ImportError, MemoryError):
         raise
     except Exception as error:  # whatever a library meets in a file of another shape
         raise ValueError(
             f"The files in {name!r} cannot be read ({_brief(error)}). config.json, the index of the weights, or the "
             "weights are damaged or made for something else. Copy them again."
         ) from error
+
+
+def _lacking_weights(folder: Path) -> list[str]:
+    """The names of the files of weights that a folder should hold and does not. None where it is no folder."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in WEIGHTS):
+        return []
+    index = next((path for name in WEIGHTS if (path := folder / f"{name}.index.json").is_file()), None)
+    if index is None:
+        return [WEIGHTS[0]]
+    shards = read_json(index).get("weight_map")
+    shards = {x for x in shards.values() if isinstance(x, str)} if isinstance(shards, dict) else set()
+    return sorted(name for name in shards if not (folder / name).is_file())
 
 
 def _brief(error: Exception) -> str:
@@ -152,6 +194,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     Raises:
         ValueError: there is none.
     """
+    _announce(str(name))
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
     except OSError:
@@ -166,18 +209,32 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
                 f"The tokenizer {name!r} comes with code of its own, which is not run unasked. Read it, then set "
                 "trust_remote_code: true (--trust-remote-code), or name another with the field or flag tokenizer."
             ) from error
+        if Path(name, TOKENIZER_FILES[0]).is_file():
+            raise _damaged_tokenizer(name, error) from error
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.") from error
     except Exception as error:  # whatever a library meets in files of another shape
-        raise ValueError(
-            f"The tokenizer in {name!r} cannot be read ({_brief(error)}). tokenizer.json or tokenizer_config.json is "
-            "damaged. Copy them again, or name another with the field or flag tokenizer."
-        ) from error
+        raise _damaged_tokenizer(name, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # Without tokenizer files transformers 5 builds an empty tokenizer instead of failing.
         raise ValueError(f"There is no tokenizer in {name!r}. Name one with the field or flag tokenizer.")
     if is_a2d(config) and tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     return tokenizer
+
+
+def _damaged_tokenizer(name: str, error: Exception) -> ValueError:
+    """The error for a tokenizer whose files cannot be read, with the name of the one that is no JSON."""
+    reason = f"{_brief(error)}. {' or '.join(TOKENIZER_FILES)} is damaged."
+    for path in [Path(name, file) for file in TOKENIZER_FILES if Path(name, file).is_file()]:
+        try:
+            read_json(path)
+        except ValueError as found:
+            reason = str(found)
+            break
+    return ValueError(
+        f"The tokenizer in {str(name)!r} cannot be read: {reason} Copy it again, or name another tokenizer with the "
+        "field or flag tokenizer."
+    )
 
 
 def load_judge(name: str, device: torch.device) -> dict:
@@ -188,5 +245,6 @@ def load_judge(name: str, device: torch.device) -> dict:
     """
     from ..metrics.gen_ppl.gen_ppl import Judge  # needs evaluate, an extra
 
+    _announce(str(name))
     judge = Judge.load(name, None, None, device, torch.float32)
     return {"model": judge.model, "model_tokenizer": judge.tokenizer, "model_revision": judge.revision}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TASK = "FEATURE_EXTRACTION"  # CAUSAL_LM asks for methods that no diffusion model has
 
 # Patterns that match the whole name of a module. Plain names would not do: "mlp.0" is also part of the time embedding
@@ -49,8 +50,11 @@ def lora_config(targets: str = "attention", r: int = 8, alpha: int = 16, **optio
     need("peft", "peft", "LoRA")
     from peft import LoraConfig
 
-    if targets not in TARGETS:
-        raise ValueError(f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}.")
+    if not isinstance(targets, str) or targets not in TARGETS:
+        raise ValueError(
+            f"targets={targets!r} is not known; choose one of {', '.join(map(repr, TARGETS))}. The names of layers go "
+            "into target_modules."
+        )
     fields = {"task_type": TASK, "target_modules": TARGETS[targets]}
     _check_numbers(r, alpha, options.get("lora_dropout", 0.0))
     if options.get("bias", "none") not in BIASES:
@@ -174,7 +178,7 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     """`base` with the adapters in a directory merged into its weights, all of which can be trained.
 
     Raises:
-        ValueError: the adapters do not fit the model.
+        ValueError: the weights of the adapters are missing, or do not fit the model.
     """
     from peft import PeftModel
 
@@ -184,6 +188,8 @@ def merge_adapter(base: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
         raise ValueError(f"{Path(folder, ADAPTER_CONFIG)} asks for Megatron layers, which these models do not have.")
     if isinstance(fields.get("lora_alpha"), float) and not math.isfinite(fields["lora_alpha"]):
         raise ValueError(f"{Path(folder, ADAPTER_CONFIG)} has lora_alpha={fields['lora_alpha']}: no weight survives.")
+    if not any(Path(folder, name).is_file() for name in ADAPTER_WEIGHTS):  # peft would ask the hub for them
+        raise ValueError(f"The folder {folder} lacks {ADAPTER_WEIGHTS[0]}, the weights of the adapters. Copy it again.")
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload().requires_grad_(True)
     except (ImportError, MemoryError):
