@@ -51,7 +51,7 @@ def plot(path: Path, image: Path) -> None:
     likelihood.plot([0, *steps], perplexities, marker="o", color="black")
     print("NELBO perplexity: " + ", ".join(f"{x:.1f}" for x in perplexities))
     gain.axhline(0, color="grey", linewidth=0.8)
-    gain.set_ylabel("Gen.-PPL against the base at equal entropy, %")
+    gain.set_ylabel("Gen.-PPL against the base\nat equal entropy, %")
     entropy.set_ylabel("entropy, nats")
     likelihood.set_ylabel("NELBO perplexity of real text")
     for panel in (gain, entropy, likelihood):
