@@ -115,9 +115,9 @@ def test_tasks_are_written_with_the_sampler_that_has_no_steps(files, tmp_path, m
     write_tasks(tmp_path)
     words = ["train", str(files / "recipe.yaml"), *SMALL.split(), "--output_dir", str(tmp_path / "out")]
     words += ["--tasks", "tiny_free", "--task_folder", str(tmp_path), "--task_limit", "2", "--task_shots", "0"]
-    assert main([*words, "--num_steps", "1", "--sampler", "first_hitting"]) == 0
+    assert main([*words, "--num_steps", "1", "2", "--sampler", "first_hitting"]) == 0
     records = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
-    assert [record["model"] for record in records] == ["base", "TokenDrift"]
+    assert [(record["model"], record["num_steps"]) for record in records] == [("base", None), ("TokenDrift", None)]
 
 
 def test_tasks_without_the_extra_are_refused_before_any_work(files, tmp_path, capsys, monkeypatch):

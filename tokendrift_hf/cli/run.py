@@ -27,6 +27,7 @@ from ..data.prompts import pack_prompts
 from ..evaluation.comparison import Comparison, check_matches, evaluate_models
 from ..evaluation.grid import Harness
 from ..evaluation.report import PLOT, write_report
+from ..evaluation.sampling import STEPLESS
 from ..extras import need
 from ..files import read_json, write_json
 from ..lock import locked_by_first
@@ -154,7 +155,7 @@ class Run:
             need("matplotlib", "eval", PLOT)
         if judge is not None or recipe.tasks:  # a wrong sampler is noticed now, not after the training
             sampler = recipe.sampling.sampler
-            short = {"max_new_tokens": 3} if sampler == "first_hitting" else {"num_steps": 1}  # a token in a frame
+            short = {"max_new_tokens": 3} if sampler == STEPLESS else {"num_steps": 1}  # a token in a frame
             base.generate(num_samples=1, seed=0, sampler=sampler, **short)
         task_index = _task_index(recipe) if recipe.tasks else None
         with config.main_process_first():  # the others find the packed rows in the cache
@@ -348,14 +349,14 @@ class Run:
         options = {"task_manager": self.task_index, "limit": recipe.task_limit, "num_fewshot": recipe.task_shots}
         models = {BASE: self.base} | {training.label: self.load_trained(training) for training in self.trainings}
         for label, model in models.items():
-            for num_steps in recipe.sampling.num_steps:
-                settings = {"num_steps": num_steps, "sampler": recipe.sampling.sampler}
-                if recipe.sampling.sampler == "first_hitting":  # has no steps
-                    del settings["num_steps"]
-                harness = DiffusionLM(model.to(config.device), self.tokenizer, seed=config.seed, **settings)
-                metrics = evaluate_tasks(harness, recipe.tasks, **options)
-                records.append({"model": label, "num_steps": num_steps, "metrics": metrics})
-                print(f"{label}, {num_steps} steps: {json.dumps(metrics)}", flush=True)
+            sampler, steps = recipe.sampling.sampler, [{"num_steps": n} for n in recipe.sampling.num_steps]
+            for asked in [{}] if sampler == STEPLESS else steps:
+                settings = {"sampler": sampler, "seed": config.seed} | asked
+                metrics = evaluate_tasks(
+                    DiffusionLM(model.to(config.device), self.tokenizer, **settings), recipe.tasks, **options
+                )
+                records.append({"model": label, "num_steps": asked.get("num_steps"), "metrics": metrics})
+                print(f"{label}, {asked.get('num_steps', 'no')} steps: {json.dumps(metrics)}", flush=True)
         return records
 
     def write_card(self, facts: dict, comparison: Comparison | None) -> None:
