@@ -52,7 +52,8 @@ def read_json(path: Path) -> dict:
 
 def check_folder(argument: str, folder: Path) -> None:
     """Raise ValueError if no folder can be made there because it, or what it should lie in, is a file."""
-    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    there = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
     if there is not None and not there.is_dir():
-        where = "is a file" if there == folder else f"cannot be made: {there} is a file"
+        what = "a file" if there.exists() else "a link to nothing"
+        where = f"is {what}" if there == folder else f"cannot be made: {there} is {what}"
         raise ValueError(f"{argument}={folder} {where}. Name a directory.")

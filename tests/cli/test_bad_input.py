@@ -149,6 +149,7 @@ RECIPES = [
     ("save_strategy: sometimes", "sometimes"),
     # the trainings of a run
     ("trainings: {}", "has no training"),
+    ("trainings: {'': {}}", "A label has no letters"),
     ("trainings: {base: {}}", "cannot be called 'base'"),
     ("trainings: {real text: {}}", "No model can be called 'real text'"),
     ("trainings: {base at equal entropy (b): {}}", "No model can be called 'base at equal entropy .b.'"),
@@ -216,6 +217,7 @@ COMMANDS = [
     (["train", "{recipe}", "--speed", "9"], "no field 'speed'"),
     (["train", "{recipe}", "stray"], "unexpected argument 'stray'"),
     (["train", "{recipe}", "--output_dir", "{recipe}"], "is a file"),
+    (["train", "{recipe}", "--output_dir", "{dangling}/run"], "run cannot be made: .*dangling is a link to nothing"),
     (["train", "{recipe}", "--output_dir", "{recipe}/run"], "cannot be made: .*good.yaml is a file"),
     (
         ["train", "{recipe}", "--objective", "mmd", "--mmd_credit", "9", "--block_size", "8"],
@@ -281,7 +283,10 @@ def test_a_bad_command_line_is_status_2_and_says_why(words, message, text_files,
     monkeypatch.chdir(tmp_path)
     recipe = text_files / "good.yaml"
     recipe.write_text("model: base\ndataset: corpus.jsonl\nmax_steps: 1\nuse_cpu: true\n")
-    places = {"recipe": recipe, "here": tmp_path, "base": text_files / "base"}
+    dangling = text_files / "dangling"
+    if not dangling.is_symlink():
+        dangling.symlink_to(text_files / "nothing")
+    places = {"recipe": recipe, "here": tmp_path, "base": text_files / "base", "dangling": dangling}
     try:
         status = main([word.format(**places) for word in words])
     except SystemExit as stop:  # of the parser, which shows the usage as well

@@ -142,4 +142,7 @@ def test_paths_of_a_recipe_lie_beside_it_and_those_of_flags_where_the_user_is(tm
     assert read_recipe(path, {})[0].dataset == str(folder / "mine.txt")
     assert Path(read_recipe(path, {"dataset": "mine.txt"})[0].dataset).read_text() == "here"
     assert read_recipe(path, {"dataset": "documentation"})[0].dataset == "documentation"
+    (here / "documentation").mkdir()
+    assert read_recipe(path, {"dataset": "documentation"})[0].dataset == "documentation"
+    assert read_recipe(path, {"dataset": "./documentation"})[0].dataset == "./documentation"
     assert read_recipe(path, {"dataset": "~/mine.txt"})[0].dataset == str(here / "mine.txt")

@@ -240,31 +240,44 @@ def test_lost_weights_come_from_the_newest_checkpoint(recipe, whole, tmp_path, c
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "modeling_tokendrift.py"])
-@pytest.mark.parametrize("cut", [True, False], ids=["cut off", "gone"])
-def test_what_a_finished_training_has_lost_is_made_again(name, cut, recipe, whole, tmp_path, capsys):
+@pytest.mark.parametrize("how", ["cut off", "gone", "changed"])
+def test_what_a_finished_training_has_lost_is_made_again(name, how, recipe, whole, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
     before = (out / "refined" / name).read_bytes()
     (out / "refined" / name).unlink()
-    if cut:
-        (out / "refined" / name).write_bytes(before[:10])
+    if how != "gone":
+        (out / "refined" / name).write_bytes(before[:10] if how == "cut off" else before[:-1] + b" ")
     assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 0
     assert f"refined has lost {name}: it goes on" in capsys.readouterr().out
     assert (out / "refined" / name).read_bytes() == before
     assert_same_model(out, whole)
 
 
-@pytest.mark.parametrize("name", ["training.json", "settings.json"])
-def test_a_cut_off_record_of_a_training_comes_with_a_remedy(name, recipe, whole, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "cut", "remedy"),
+    [
+        ("training.json", True, "cut off or damaged. Remove .*training.json: --resume goes on"),
+        ("settings.json", True, "cut off or damaged. Remove .*refined to have that training made anew"),
+        ("settings.json", False, "settings.json is gone, .*Remove .*refined to have that training made anew"),
+    ],
+)
+def test_a_lost_record_of_a_training_comes_with_a_remedy_that_works(name, cut, remedy, recipe, whole, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    (out / "refined" / name).write_text((out / "refined" / name).read_text()[:40])
-    assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 2
-    said = capsys.readouterr().err
-    if name == "settings.json":  # nothing else says that this is a run
-        assert "something else than a run of tokendrift train" in said
+    text = (out / "refined" / name).read_text()
+    (out / "refined" / name).unlink()
+    if cut:
+        (out / "refined" / name).write_text(text[:40])
+    call = ["train", recipe, "--output_dir", str(out), "--resume"]
+    assert main(call) == 2
+    assert re.search(remedy, capsys.readouterr().err)
+    if name == "settings.json":
+        shutil.rmtree(out / "refined")
     else:
-        assert re.search("cut off or damaged. Remove .*training.json: --resume goes on", said)
+        (out / "refined" / name).unlink()
+    assert main(call) == 0
+    assert_same_model(out, whole)
 
 
 def test_a_finished_run_is_not_resumed_on_another_base(recipe, text_files, tmp_path, capsys):
@@ -285,7 +298,7 @@ def test_a_table_is_not_thrown_away(recipe, whole, tmp_path, capsys):
     results = json.loads((out / "results.json").read_text())
     (out / "results.json").write_text(json.dumps(results | {"rows": []}))
     assert main(["train", recipe, "--output_dir", str(out), "--resume"]) == 2
-    assert "holds a table, and judge: null would leave it out" in capsys.readouterr().err
+    assert "holds a table with TokenDrift, which this run would leave out" in capsys.readouterr().err
 
 
 def test_the_home_folder_is_one_folder_for_all_that_is_written(recipe, tmp_path, monkeypatch, capsys):

@@ -438,6 +438,7 @@ def test_arguments_of_another_type_are_refused_at_once(change, message, tmp_path
         ),
         (lambda rows: {"input_ids": torch.zeros(8, dtype=torch.long)}, r"of kind torch.int64 \[8\]"),
         (lambda rows: {"input_ids": torch.full((2, 8), MASK)}, "contains the mask, id 22.*leave data_collator out"),
+        (lambda rows: {"input_ids": torch.ones(1, 8).long()}, "gave 1 rows for 4. Needed is one for each"),
         (lambda rows: {"input_ids": torch.full((2, 8), -100)}, "run from -100 to -100, but the model knows 0 to 22"),
         (
             lambda rows: {"input_ids": torch.ones(2, 8).long(), "prompt_mask": torch.ones(2, 7).long()},

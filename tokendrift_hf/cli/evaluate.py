@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"Two models have one label in {options.models}. Name them: LABEL=MODEL.")
     for label in named:
         check_label(label)
-    options.output_dir = options.output_dir.expanduser()
+    options.output_dir = Path(os.path.expanduser(options.output_dir))
     sampling = from_options(Sampling, options)
     sampling.check_steps()
     if options.n_mc < 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import get_type_hints
 
@@ -20,7 +22,7 @@ def run_folder(arguments: dict) -> Path:
     folder = arguments.get("output_dir")
     if folder is not None and not str(folder).strip():
         raise ValueError(f"output_dir={folder!r} names no directory. Give a name, or leave it out for 'out'.")
-    return Path("out" if folder is None else folder).expanduser()  # as TrainingArguments does
+    return Path(os.path.expanduser("out" if folder is None else folder))  # as TrainingArguments does
 
 
 def refuse_other_content(folder: Path, resume: bool) -> None:
@@ -33,20 +35,28 @@ def refuse_other_content(folder: Path, resume: bool) -> None:
             f"output_dir={folder} already holds something, and nothing is overwritten. Name another --output_dir, or "
             "add --resume to go on with the run in it."
         )
-    if not any(_is_settings(path) for path in folder.glob(f"*/{SETTINGS}")):
+    if not _is_run(folder):
         raise ValueError(
             f"output_dir={folder} holds something else than a run of tokendrift train: there is nothing to resume, "
             "and nothing is overwritten. Name another --output_dir."
         )
 
 
-def refuse_lost_table(folder: Path) -> None:
-    """Raise ValueError if the run in the folder has a table, which one without a judge would leave out."""
-    path = folder / "results.json"
-    if path.is_file() and "rows" in read_json(path):
+def refuse_lost_lines(folder: Path, labels: list[str]) -> None:
+    """Raise ValueError if the table of the run in the folder has lines that one of these trainings would not have.
+
+    Without a judge there is no table, so there are no labels.
+    """
+    try:
+        results = read_json(folder / "results.json")
+    except ValueError:  # there is none, or what is left of it is made anew
+        return
+    trained = results.get("training")
+    lost = [label for label in trained if label not in labels] if isinstance(trained, dict) else []
+    if "rows" in results and lost:
         raise ValueError(
-            f"{path} holds a table, and judge: null would leave it out. Resume with the judge that made it, or name "
-            "another --output_dir."
+            f"{folder / 'results.json'} holds a table with {', '.join(lost)}, which this run would leave out. Resume "
+            "with the judge and the trainings that made it, or name another --output_dir."
         )
 
 
@@ -55,10 +65,15 @@ def is_saved(folder: Path) -> bool:
     return any(path.is_file() for name in (f"*/checkpoint-*/{MANIFEST}", f"*/{HISTORY}") for path in folder.glob(name))
 
 
-def files_left(folder: Path) -> dict[str, int]:
-    """Name -> size of what a training leaves beside its checkpoints. The card may be edited, so it does not count."""
-    left = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-    return {name: left[name] for name in sorted(left.keys() - {HISTORY, SETTINGS, LOCK, "README.md"})}
+def files_left(folder: Path) -> dict[str, str]:
+    """Name -> SHA-256 of what a training leaves beside its checkpoints, but for the card, which may be edited."""
+    left = {path.name: path for path in folder.iterdir() if path.is_file()}
+    names = sorted(left.keys() - {HISTORY, SETTINGS, LOCK, "README.md"})
+    digests = {}
+    for name in names:
+        with left[name].open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def is_finished(folder: Path) -> bool:
@@ -67,9 +82,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def missing(folder: Path) -> list[str]:
-    """The files that a finished training left and that are gone, or not as long as they were."""
+    """The files that a finished training left and that are gone, or not what they were."""
     there = files_left(folder)
-    return [name for name, size in read_history(folder)["files"].items() if there.get(name) != size]
+    return [name for name, digest in read_history(folder)["files"].items() if there.get(name) != digest]
 
 
 def read_history(folder: Path) -> dict:
@@ -83,14 +98,20 @@ def read_history(folder: Path) -> dict:
     card, kinds = history.get("card"), get_type_hints(Card)
     known = isinstance(card, dict) and {"kind", "model_class"} <= card.keys() <= kinds.keys()
     known = known and all(is_of(value, kinds[name]) for name, value in card.items())
-    if not known or not is_of(history.get("log_history"), list) or not is_of(history.get("files"), dict[str, int]):
+    if not known or not is_of(history.get("log_history"), list) or not is_of(history.get("files"), dict[str, str]):
         raise ValueError(f"{path} is not what a finished training leaves. {remedy}")
     return history
 
 
-def _is_settings(path: Path) -> bool:
-    """Whether a file is what a training wrote into its folder, and no other program's settings.json."""
+def _is_run(folder: Path) -> bool:
+    """Whether a run left the folder: there are its results, or what a training wrote, and not files of such names."""
+    files = [(folder / "results.json", "recipe"), *((path, "objective") for path in folder.glob(f"*/{SETTINGS}"))]
+    files += [(path, "card") for path in folder.glob(f"*/{HISTORY}")]
+    return any(_has(path, name) for path, name in files)
+
+
+def _has(path: Path, name: str) -> bool:
     try:
-        return "objective" in read_json(path)
+        return name in read_json(path)
     except ValueError:
         return False

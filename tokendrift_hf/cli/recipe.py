@@ -244,7 +244,8 @@ def _located(name: str, value: str | None, folder: Path) -> str | None:
         return value
     try:
         path = folder / Path(value).expanduser()
-        return str(path) if path.exists() else value
+        found = str(path) if path.exists() else value
+        return f"./{found}" if found in RESERVED.get(name, ()) else found  # as ./documentation, which is a path
     except (OSError, RuntimeError):  # no name of a file at all, or of no user
         return value
 

@@ -48,13 +48,13 @@ from .folder import (
     is_finished,
     missing,
     read_history,
-    refuse_lost_table,
+    refuse_lost_lines,
     refuse_other_content,
     run_folder,
 )
 from .measure import GIB, choose_bf16, peak_memory, reset_peak_memory
 from .plan import BASE, MAIN_FOLDER, Training, labels_to_match, plan_trainings
-from .recipe import AUTO, Recipe
+from .recipe import AUTO, RESERVED, Recipe
 
 
 def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
@@ -75,8 +75,7 @@ def refine(recipe: Recipe, arguments: dict, resume: bool = False) -> dict:
     start = time.perf_counter()
     run = Run.open(recipe, arguments, resume=resume)
     with locked_by_first(run.folder):  # nothing has been written so far
-        if run.judge is None:
-            refuse_lost_table(run.folder)
+        refuse_lost_lines(run.folder, [] if run.judge is None else [training.label for training in run.trainings])
         refuse_other_content(run.folder, resume)  # which may have come while the model and the text were loaded
         results = {"recipe": asdict(recipe), "arguments": without_secrets(run.arguments), "training": {}}
         for training in run.trainings:
@@ -248,6 +247,11 @@ class Run:
             ValueError: the training in its folder was made with other settings.
         """
         asked = self._settings(training)
+        if resume and (training.folder / HISTORY).is_file() and not (training.folder / SETTINGS).is_file():
+            raise ValueError(
+                f"{training.folder / SETTINGS} is gone, so what the training beside it was asked to do is not known. "
+                f"Remove {training.folder} to have that training made anew."
+            )
         if resume and (training.folder / SETTINGS).is_file():
             try:
                 there = read_json(training.folder / SETTINGS)
@@ -314,7 +318,7 @@ class Run:
             settings["train_rows"] = self.train_rows
         settings["global_batch"] = settings.pop("global_micro_batch") * settings.pop("gradient_accumulation_steps")
         for name in ("model", "dataset", "encoder"):  # published with the model, so where things lie here stays out
-            if settings[name] is not None and Path(settings[name]).exists():
+            if settings[name] not in (None, *RESERVED.get(name, ())) and Path(settings[name]).exists():
                 path = Path(settings[name]).resolve()
                 settings[name] = f"{path.name} ({hashlib.sha256(bytes(path)).hexdigest()[:8]})"
         return json.loads(json.dumps(settings, default=str))

@@ -111,6 +111,11 @@ class CheckedCollator:
                     f"data_collator gave {name} of kind {_kind(batch[name])}. Needed is one whole number for each of "
                     f"the input_ids, {list(ids.shape)}, or no {name}."
                 )
+        if len(ids) != len(rows):
+            raise ValueError(
+                f"data_collator gave {len(ids)} rows for {len(rows)}. Needed is one for each, so that every row counts "
+                "once. Change the data set instead."
+            )
         return {**batch, "input_ids": ids}
 
 

@@ -86,6 +86,10 @@ def check_label(label: str) -> None:
     A name takes 255 bytes at most, and those of cells and temporary files need a few dozen beside the label.
     Tables have lines of their own for real text, for other temperatures and for equal entropy.
     """
+    if not label.strip():
+        raise ValueError(
+            "A label has no letters. Give each model or training one: label=MODEL, or label: {field: value}."
+        )
     if not label.isprintable():  # half characters, as of a name that is not UTF-8, cannot be written either
         raise ValueError(f"The label {ascii(label[:40])} cannot be shown in one line of text. Take letters and digits.")
     if (size := len(label.encode("utf-8", "surrogatepass"))) > MOST_LABEL_BYTES:
