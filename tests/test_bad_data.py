@@ -162,7 +162,7 @@ def test_a_collator_of_the_users_own(change, message):
 def test_token_ids_of_any_whole_number_are_looked_up(kind):
     """The batch of a tokenizer too, and masks of booleans, and columns that are none of ours."""
     given = {"input_ids": LONG.to(kind), "attention_mask": LONG > 0, "labels": LONG - 101, "name": "a"}
-    batch = CheckedCollator(lambda rows: BatchEncoding(given), CleanCollator(10, 4))([])
+    batch = CheckedCollator(lambda rows: BatchEncoding(given), CleanCollator(10, 4))([{}] * len(LONG))
     assert batch.keys() == given.keys() and batch["input_ids"].dtype == torch.int64
     assert torch.equal(batch["input_ids"], LONG)
 

@@ -279,13 +279,14 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("words", "message"), COMMANDS, ids=lambda value: str(value)[:50])
-def test_a_bad_command_line_is_status_2_and_says_why(words, message, text_files, tmp_path, monkeypatch, capsys):
+def test_a_bad_command_line_is_status_2_and_says_why(
+    words, message, text_files, tmp_path, tmp_path_factory, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     recipe = text_files / "good.yaml"
     recipe.write_text("model: base\ndataset: corpus.jsonl\nmax_steps: 1\nuse_cpu: true\n")
-    dangling = text_files / "dangling"
-    if not dangling.is_symlink():
-        dangling.symlink_to(text_files / "nothing")
+    dangling = tmp_path_factory.mktemp("links") / "dangling"
+    dangling.symlink_to(tmp_path / "nothing")
     places = {"recipe": recipe, "here": tmp_path, "base": text_files / "base", "dangling": dangling}
     try:
         status = main([word.format(**places) for word in words])
