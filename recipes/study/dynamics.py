@@ -21,23 +21,23 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def read(path: Path) -> tuple[list[int], dict[str, list[dict]], dict[str, dict]]:
-    """The checkpoints' steps, the rows of the table by model, and their NELBO."""
+def read(path: Path) -> tuple[dict[int, str], dict[str, list[dict]], dict[str, dict]]:
+    """Steps -> label of the checkpoints, the rows of the table by model, and the NELBO of the models."""
     results = json.loads(path.read_text())
     rows: dict[str, list[dict]] = {}
     for row in results["rows"]:
         rows.setdefault(row["model"], []).append(row)
-    steps = [int(found[1].replace(",", "")) for label in rows if (found := re.match(r"([\d,]+) steps$", label))]
-    if not steps:
+    found = {label: re.match(r"([\d,]+) steps$", label) for label in rows}
+    labels = {int(match[1].replace(",", "")): label for label, match in found.items() if match}
+    if not labels:
         raise ValueError(f"{path}: no model is labelled with its number of steps, such as '400 steps'.")
-    return steps, rows, results["nelbo"]
+    return labels, rows, results["nelbo"]
 
 
 def plot(path: Path, image: Path) -> None:
     """Three panels over the steps: change at equal entropy and entropy for each NFE, and NELBO perplexity."""
-    steps, rows, nelbo = read(path)
-    labels = {n: f"{n:,} steps" if f"{n:,} steps" in rows else f"{n} steps" for n in steps}
-    base = next(iter(rows))
+    labels, rows, nelbo = read(path)
+    steps, base = list(labels), next(iter(rows))
     figure, (gain, entropy, likelihood) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for num_steps in sorted({row["num_steps"] for row in rows[base]}):
         at = {label: next(r for r in found if r["num_steps"] == num_steps) for label, found in rows.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import get_type_hints
@@ -10,7 +9,7 @@ from typing import get_type_hints
 from ..files import check_folder, read_json
 from ..lock import LOCK
 from ..publishing.cards import Card
-from ..training.manifest import MANIFEST
+from ..training.manifest import MANIFEST, file_digests
 from .fields import is_of
 
 SETTINGS = "settings.json"  # in the folder of a training: what it was asked to do
@@ -67,13 +66,9 @@ def is_saved(folder: Path) -> bool:
 
 def files_left(folder: Path) -> dict[str, str]:
     """Name -> SHA-256 of what a training leaves beside its checkpoints, but for the card, which may be edited."""
-    left = {path.name: path for path in folder.iterdir() if path.is_file()}
-    names = sorted(left.keys() - {HISTORY, SETTINGS, LOCK, "README.md"})
-    digests = {}
-    for name in names:
-        with left[name].open("rb") as file:
-            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+    left = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names = [name for name in left if name not in (HISTORY, SETTINGS, LOCK, "README.md")]
+    return dict(zip(names, file_digests([folder / name for name in names]), strict=True))
 
 
 def is_finished(folder: Path) -> bool:

@@ -262,10 +262,10 @@ class Run:
                     f"The training in {training.folder} was made with other settings (there, asked for now): "
                     f"{changed}. Name another --output_dir, or remove {training.folder} to have it made anew."
                 )
-            if is_finished(training.folder):
-                return read_history(training.folder)
             if (training.folder / HISTORY).is_file():
                 lost = ", ".join(missing(training.folder))
+                if not lost:
+                    return read_history(training.folder)
                 print(f"{training.folder} has lost {lost}: it goes on from its newest checkpoint, or anew.", flush=True)
         trainer = self.build_trainer(training)
         if PartialState().is_main_process:  # now that everything has been accepted, so that a refusal leaves nothing

@@ -9,15 +9,12 @@ from statistics import mean, stdev
 
 import torch
 
-from .grid import Harness
+from .grid import COSTS, Harness
 
 # Temperatures at which a model's entropy is measured to find the one that equals another model's.
 ENTROPY_CURVE = [0.7, 0.8, 0.9, 1.0]
 # The same beyond temperature 1, one after the other, as far as it takes.
 LOWER_TEMPERATURES, HIGHER_TEMPERATURES = (0.9, 0.8, 0.7), (1.1, 1.2)
-
-
-COSTS = ("calls_per_row", "num_forward_passes", "seconds", "tokens_per_second")
 
 
 @dataclass(frozen=True)

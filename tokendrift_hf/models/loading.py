@@ -150,7 +150,7 @@ def _with_weights(load, name: str, **kwargs) -> PreTrainedModel:
 
 
 def _lacking_weights(folder: Path) -> list[str]:
-    """The names of the files of weights that a folder should hold and does not. None where it is no folder."""
+    """The files of weights that a folder should hold and does not. Empty for what is no folder."""
     if not folder.is_dir() or any((folder / name).is_file() for name in WEIGHTS):
         return []
     index = next((path for name in WEIGHTS if (path := folder / f"{name}.index.json").is_file()), None)

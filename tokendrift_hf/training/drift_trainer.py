@@ -165,7 +165,7 @@ class DriftTrainer(ResumableTrainer):
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """The tokens that a step learns from, on all processes: what the Trainer would count by `labels` alone."""
-        tokens = [positions(self.process, x)[1].sum().to(device) for x in batch_samples]
+        tokens = [positions(self.process, batch)[1].sum().to(device) for batch in batch_samples]
         return sum_over_processes(self.accelerator, torch.stack(tokens).sum()) if tokens else None
 
     def _predict(self, model, batch: CorruptedBatch) -> Predictions:

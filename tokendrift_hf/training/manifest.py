@@ -39,7 +39,7 @@ def write_manifest(folder: Path, record: dict) -> None:
     files = {name: files[name] for name in sorted(files.keys() - NOT_LISTED)}
     manifest = record | {
         "files": {name: path.stat().st_size for name, path in files.items()},
-        "sha256": dict(zip(files, _digests(list(files.values())), strict=True)),
+        "sha256": dict(zip(files, file_digests(list(files.values())), strict=True)),
     }
     write_json(folder / MANIFEST, manifest | {"self": _digest_of(manifest)})
 
@@ -71,7 +71,7 @@ def read_manifest(folder: Path, *, digests: bool = True) -> dict:
             raise ValueError(f"{folder} is not complete: {name} should have {size} bytes, found {there}.")
     # Checkpoints of the first version have sizes only.
     recorded = manifest.get("sha256", {}) if digests else {}
-    actual = _digests([folder / name for name in recorded])
+    actual = file_digests([folder / name for name in recorded])
     damaged = [name for name, digest in zip(recorded, actual, strict=True) if digest != recorded[name]]
     if damaged:
         raise ValueError(f"{folder} is not complete: {', '.join(damaged)} changed after it was written (SHA-256).")
@@ -99,7 +99,7 @@ def _digest_of(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _digests(paths: list[Path]) -> list[str]:
+def file_digests(paths: list[Path]) -> list[str]:
     """The SHA-256 of each file. Threads, since hashing and reading leave Python's lock."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(_file_digest, paths))
